@@ -1,0 +1,13 @@
+"""Deterministic PyTorch operators for the non-GEMM half of a mixture-of-experts layer."""
+
+from .aux_loss import aux_loss, aux_loss_workspace_size
+from .weighted_restore import weighted_restore, weighted_restore_workspace_size
+from .workspace import make_workspace
+
+__all__ = [
+    "aux_loss",
+    "aux_loss_workspace_size",
+    "make_workspace",
+    "weighted_restore",
+    "weighted_restore_workspace_size",
+]

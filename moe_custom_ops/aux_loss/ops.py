@@ -1,0 +1,243 @@
+"""Registration of ``torch.ops.moe.aux_loss``: schema, fake, autograd, dispatch.
+
+The public name is a composite over two ops. ``aux_loss_tile_sums`` writes the workspace and returns
+nothing; ``aux_loss_from_tile_sums`` reads it and returns the loss. Only the second has a gradient,
+and it saves inputs and its scale, never the workspace: two calls in one graph may share that.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from .. import workspace as workspaces
+from ..backend import load_kernels
+from ..fixed_order import accumulator_dtype, cast
+from . import reference
+
+OP = "aux_loss"
+COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
+# The finest chunk of columns that the kernels cut a tile into; it bounds the workspace.
+CHUNK_COLUMNS = 64
+
+
+def aux_loss_workspace_size(
+    num_tokens: int, num_columns: int, dtype: torch.dtype = torch.float32
+) -> int:
+    """Bytes of workspace that :func:`aux_loss` needs for ``probs`` [num_tokens, num_columns].
+
+    The size for a maximum of tokens serves every smaller number.
+
+    Args:
+        num_tokens: number of tokens, at least 0.
+        num_columns: columns of ``probs``, at least 0.
+        dtype: dtype of ``probs``.
+
+    Returns:
+        Size in bytes, for :func:`make_workspace`.
+
+    Raises:
+        TypeError: a size is not an int, or ``dtype`` is not one that :func:`aux_loss` takes.
+        ValueError: a size is negative.
+    """
+    checks.integer("aux_loss_workspace_size", "num_tokens", num_tokens, 0)
+    checks.integer("aux_loss_workspace_size", "num_columns", num_columns, 0)
+    checks.type_(
+        dtype in checks.FLOAT_DTYPES,
+        "aux_loss_workspace_size",
+        "dtype",
+        checks.one_of(checks.FLOAT_DTYPES),
+        dtype,
+    )
+    chunks = 1
+    while chunks * CHUNK_COLUMNS < num_columns:
+        chunks *= 2
+    partials = reference.num_tiles(num_tokens, num_columns) * chunks
+    return workspaces.align(partials * accumulator_dtype(dtype).itemsize)
+
+
+def _check_columns(probs: Tensor, tokens_per_expert: Tensor) -> None:
+    checks.shape(
+        OP,
+        "tokens_per_expert",
+        tokens_per_expert,
+        f"[columns] = [{probs.shape[1]}], one count per column of probs",
+        tokens_per_expert.dim() == 1 and tokens_per_expert.shape[0] == probs.shape[1],
+    )
+
+
+def _check(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: Tensor | int,
+    num_experts: int,
+    topk: int,
+) -> None:
+    checks.supported_device(OP, "probs", probs)
+    checks.dtype(OP, "probs", probs, checks.FLOAT_DTYPES)
+    checks.rank(OP, "probs", probs, "[tokens, columns]")
+    half_max = {torch.bfloat16: 256, torch.float16: 2048}.get(tokens_per_expert.dtype)
+    why = f" ({half_max} is the last count up to which it is exact)" if half_max else ""
+    checks.dtype(OP, "tokens_per_expert", tokens_per_expert, COUNT_DTYPES, got_note=why)
+    checks.same_device(OP, "tokens_per_expert", tokens_per_expert, probs, "probs")
+    _check_columns(probs, tokens_per_expert)
+    checks.integer(OP, "num_experts", num_experts, 1)
+    checks.integer(OP, "topk", topk, 1)
+    checks.shape(
+        OP,
+        "probs",
+        probs,
+        f"[tokens, columns] with columns a multiple of num_experts = {num_experts}",
+        probs.shape[1] % num_experts == 0,
+    )
+    if isinstance(total_num_tokens, Tensor):
+        checks.dtype(OP, "total_num_tokens", total_num_tokens, COUNT_DTYPES)
+        checks.shape(
+            OP, "total_num_tokens", total_num_tokens, "[] or [1]", total_num_tokens.numel() == 1
+        )
+        checks.same_device(OP, "total_num_tokens", total_num_tokens, probs, "probs")
+    else:
+        minimum = 0 if probs.shape[0] == 0 else 1
+        checks.integer(OP, "total_num_tokens", total_num_tokens, minimum)
+    checks.no_forward_tangent(OP, probs)
+
+
+@torch.library.custom_op(
+    "moe::aux_loss_tile_sums", mutates_args={"workspace"}, device_types="cpu"
+)
+def aux_loss_tile_sums(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
+    """Write each tile's weighted sum to ``workspace``."""
+    sums = reference.tile_sums(probs, tokens_per_expert)
+    workspaces.scratch(OP, workspace, sums.shape[0], sums.dtype).copy_(sums)
+
+
+@aux_loss_tile_sums.register_kernel("cuda")
+def _(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
+    _check_columns(probs, tokens_per_expert)
+    kernels = load_kernels(__package__)
+    _, count = kernels.num_partials(*probs.shape)
+    partials = workspaces.scratch(OP, workspace, count, accumulator_dtype(probs.dtype))
+    kernels.tile_sums(probs, tokens_per_expert, partials)
+
+
+@aux_loss_tile_sums.register_fake
+def _(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("moe::aux_loss_from_tile_sums", mutates_args=(), device_types="cpu")
+def aux_loss_from_tile_sums(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total: Tensor | None,
+    total_int: int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+    workspace: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(loss, C) from the tile sums in ``workspace``; ``total_int`` counts where ``total`` is None."""
+    dtype = accumulator_dtype(probs.dtype)
+    sums = workspaces.scratch(OP, workspace, reference.num_tiles(*probs.shape), dtype)
+    return reference.loss_from_tile_sums(
+        sums, total_int if total is None else total, num_experts, topk, coeff
+    )
+
+
+@aux_loss_from_tile_sums.register_kernel("cuda")
+def _(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total: Tensor | None,
+    total_int: int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+    workspace: Tensor,
+) -> tuple[Tensor, Tensor]:
+    kernels = load_kernels(__package__)
+    dtype = accumulator_dtype(probs.dtype)
+    _, count = kernels.num_partials(*probs.shape)
+    partials = workspaces.scratch(OP, workspace, count, dtype)
+    scale = num_experts * coeff / topk
+    if total is None:
+        scale = scale / total_int / total_int if total_int else 0.0
+    loss = probs.new_empty((), dtype=dtype)
+    loss_scale = probs.new_empty((), dtype=dtype)
+    kernels.loss_from_tile_sums(partials, total, scale, loss, loss_scale)
+    return loss, loss_scale
+
+
+@aux_loss_from_tile_sums.register_fake
+def _(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total: Tensor | None,
+    total_int: int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+    workspace: Tensor,
+) -> tuple[Tensor, Tensor]:
+    dtype = accumulator_dtype(probs.dtype)
+    return probs.new_empty((), dtype=dtype), probs.new_empty((), dtype=dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    probs, tokens_per_expert = inputs[:2]
+    _, scale = output
+    ctx.save_for_backward(tokens_per_expert, scale)
+    ctx.probs_shape = probs.shape
+    ctx.probs_dtype = probs.dtype
+    ctx.mark_non_differentiable(scale)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    """The gradient is rank one: a row over the columns, expanded over the tokens.
+
+    Plain PyTorch, so that Inductor fuses it into the router's backward and autograd can
+    differentiate it again.
+    """
+    if grad is None or not ctx.needs_input_grad[0]:
+        return (None,) * 8
+    tokens_per_expert, scale = ctx.saved_tensors
+    row = (grad * scale) * tokens_per_expert.to(scale.dtype)
+    # A total of 0 gives a gradient of 0 whatever the counts and the incoming gradient hold.
+    row = torch.where(scale == 0, torch.zeros_like(row), row)
+    return cast(row, ctx.probs_dtype).expand(ctx.probs_shape), *(None,) * 7
+
+
+aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: Tensor | int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk)
+    size = aux_loss_workspace_size(*probs.shape, probs.dtype)
+    workspace = workspaces.resolve(OP, workspace, size, probs)
+    total, total_int = (
+        (total_num_tokens, 0) if isinstance(total_num_tokens, Tensor) else (None, total_num_tokens)
+    )
+    torch.ops.moe.aux_loss_tile_sums(probs, tokens_per_expert, workspace)
+    loss, _ = torch.ops.moe.aux_loss_from_tile_sums(
+        probs, tokens_per_expert, total, total_int, num_experts, topk, coeff, workspace
+    )
+    return loss
+
+
+for _overload, _total in (("aux_loss", "Tensor"), ("aux_loss.int", "SymInt")):
+    torch.library.define(
+        f"moe::{_overload}",
+        f"(Tensor probs, Tensor tokens_per_expert, {_total} total_num_tokens, int num_experts, "
+        "int topk, float coeff, Tensor(a!)? workspace=None) -> Tensor",
+    )
+    torch.library.impl(f"moe::{_overload}", "CompositeImplicitAutograd", _aux_loss)

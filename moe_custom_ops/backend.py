@@ -1,0 +1,33 @@
+"""The way from an op to its Triton kernels: imported at the first CUDA call, or refused."""
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+
+
+@functools.cache
+def load_kernels(package: str) -> ModuleType:
+    """The module ``kernels`` of an op's package.
+
+    Raises:
+        NotImplementedError: PyTorch was built for ROCm.
+        ImportError: triton is missing.
+
+    Neither falls back to another implementation: whoever measures the kernels measures them.
+    """
+    op = package.rpartition(".")[2]
+    alternative = f"move its inputs to the CPU, or call {package}.reference on them as they are"
+    if torch.version.hip is not None:
+        raise NotImplementedError(
+            f"{op}: the CUDA kernels are not supported on ROCm; {alternative}"
+        )
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise ImportError(
+            f"{op}: the CUDA kernels need triton >= 3.6, which cannot be imported; "
+            f"install it, {alternative}"
+        ) from error
+    return importlib.import_module(f"{package}.kernels")

@@ -1,0 +1,103 @@
+"""Argument checks shared by every op.
+
+Each raises ``TypeError`` (a wrong type or dtype) or ``ValueError`` (a wrong rank, length, value or
+device) and names the op, the argument, what was expected and what came. They run on fake tensors
+too, so a mistake is reported while a graph is traced, before anything is launched or written.
+
+Conditions on types are plain ``if`` statements, which Dynamo traces through in the documented
+functions. Conditions on values go through ``torch._check_value``, which takes a ``SymBool``: a
+condition on a dynamic size becomes a guard of the graph, or a run-time assertion.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+DEVICE_TYPES = ("cpu", "cuda", "meta")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def one_of(dtypes: Sequence[torch.dtype]) -> str:
+    names = [dtype_name(dtype) for dtype in dtypes]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def value(condition: Any, op: str, argument: str, expected: str, got: object) -> None:
+    torch._check_value(condition, lambda: f"{op}: {argument} must be {expected}, got {got}")
+
+
+def type_(condition: bool, op: str, argument: str, expected: str, got: object) -> None:
+    if not condition:
+        raise TypeError(f"{op}: {argument} must be {expected}, got {got}")
+
+
+def is_tensor(op: str, argument: str, tensor: object) -> None:
+    type_(isinstance(tensor, Tensor), op, argument, "a Tensor", type(tensor).__name__)
+
+
+def is_integer(op: str, argument: str, number: object, expected: str = "an int") -> None:
+    is_int = isinstance(number, int | torch.SymInt) and not isinstance(number, bool)
+    type_(is_int, op, argument, expected, type(number).__name__)
+
+
+def is_number(op: str, argument: str, number: object) -> None:
+    numeric = isinstance(number, int | float | torch.SymInt | torch.SymFloat)
+    type_(numeric and not isinstance(number, bool), op, argument, "a number", type(number).__name__)
+
+
+def integer(op: str, argument: str, number: object, minimum: int) -> None:
+    is_integer(op, argument, number)
+    value(number >= minimum, op, argument, f"at least {minimum}", number)  # type: ignore[operator]
+
+
+def dtype(
+    op: str, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype], got_note: str = ""
+) -> None:
+    got = dtype_name(tensor.dtype) + got_note
+    type_(tensor.dtype in allowed, op, argument, one_of(allowed), got)
+
+
+def shape(op: str, argument: str, tensor: Tensor, expected: str, condition: Any) -> None:
+    value(condition, op, argument, f"of shape {expected}", list(tensor.shape))
+
+
+def rank(op: str, argument: str, tensor: Tensor, expected: str) -> None:
+    """``expected`` is a shape written like ``[tokens, columns]``; only its rank is checked."""
+    shape(op, argument, tensor, expected, tensor.dim() == expected.count(",") + 1)
+
+
+def supported_device(op: str, argument: str, tensor: Tensor) -> None:
+    value(
+        tensor.device.type in DEVICE_TYPES,
+        op,
+        argument,
+        "on a CPU or CUDA device",
+        tensor.device,
+    )
+
+
+def same_device(op: str, argument: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
+    value(
+        tensor.device == like.device,
+        op,
+        argument,
+        f"on the device of {like_name}, {like.device}",
+        tensor.device,
+    )
+
+
+def no_forward_tangent(op: str, *tensors: Tensor | None) -> None:
+    """Refuse forward-mode AD, which the registered ops would pass through without the tangent."""
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: forward-mode AD is not implemented; use reverse mode"
+            )

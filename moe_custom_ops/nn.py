@@ -1,0 +1,188 @@
+"""Modules over the ops. Each owns its workspace as a non-persistent buffer."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .aux_loss import aux_loss, aux_loss_workspace_size
+from .grouped_mm import grouped_mm
+from .weighted_restore import weighted_restore, weighted_restore_workspace_size
+
+__all__ = ["AuxLoss", "MoE", "WeightedRestore"]
+
+
+class AuxLoss(nn.Module):
+    """:func:`moe_custom_ops.aux_loss` with a workspace for up to ``max_tokens`` tokens.
+
+    Args:
+        num_experts: experts of the layer.
+        topk: experts per token.
+        coeff: weight of the loss.
+        max_tokens: the most tokens that one call may have; more raise ValueError.
+        num_columns: columns of ``probs``, if they are not ``num_experts`` (sequence-level loss).
+        dtype: dtype of ``probs``; a workspace for float64 serves every dtype.
+    """
+
+    workspace: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        topk: int,
+        coeff: float,
+        max_tokens: int,
+        num_columns: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.topk, self.coeff = num_experts, topk, coeff
+        self.max_tokens = max_tokens
+        size = aux_loss_workspace_size(max_tokens, num_columns or num_experts, dtype)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        self.register_buffer("workspace", workspace, persistent=False)
+
+    def forward(
+        self, probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: Tensor | int
+    ) -> Tensor:
+        return aux_loss(
+            probs,
+            tokens_per_expert,
+            total_num_tokens,
+            self.num_experts,
+            self.topk,
+            self.coeff,
+            self.workspace,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, topk={self.topk}, coeff={self.coeff}, "
+            f"max_tokens={self.max_tokens}"
+        )
+
+
+class WeightedRestore(nn.Module):
+    """:func:`moe_custom_ops.weighted_restore` with a workspace for up to ``max_tokens`` tokens.
+
+    Args:
+        max_tokens: the most tokens that one call may have; more raise ValueError.
+        topk: experts per token.
+    """
+
+    workspace: Tensor
+
+    def __init__(
+        self, max_tokens: int, topk: int, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.max_tokens, self.topk = max_tokens, topk
+        size = weighted_restore_workspace_size(max_tokens, topk)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        self.register_buffer("workspace", workspace, persistent=False)
+
+    def forward(
+        self,
+        rows: Tensor,
+        top_scores: Tensor,
+        token_indices_sorted: Tensor,
+        addend: Tensor | None = None,
+    ) -> Tensor:
+        return weighted_restore(rows, top_scores, token_indices_sorted, addend, self.workspace)
+
+    def extra_repr(self) -> str:
+        return f"max_tokens={self.max_tokens}, topk={self.topk}"
+
+
+class MoE(nn.Module):
+    """Mixture-of-experts feed-forward layer: softmax router, top-k, SwiGLU experts, no dropping.
+
+    Compiles with ``fullgraph=True`` into one graph for all token counts, with no host sync on a
+    GPU. The router works in float32 whatever the dtype of the layer; top-k scores are normalised to
+    sum to one.
+
+    Args:
+        hidden_size: width H of the tokens.
+        intermediate_size: width of each expert's SwiGLU.
+        num_experts: experts of the layer.
+        topk: experts per token.
+        max_tokens: the most tokens that one call may have; it sizes the workspaces.
+        aux_loss_coeff: weight of the load-balancing loss.
+        shared_intermediate_size: width of an expert that every token takes, 0 for none.
+
+    Shapes:
+        input [*, H]; output [*, H], the loss as a 0-dim float32 tensor, and ``tokens_per_expert``
+        int64 [num_experts].
+
+    Example:
+        >>> layer = MoE(64, 128, num_experts=8, topk=2, max_tokens=1024)
+        >>> out, loss, tokens_per_expert = layer(torch.randn(4, 32, 64))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        topk: int,
+        max_tokens: int,
+        aux_loss_coeff: float = 1e-2,
+        shared_intermediate_size: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= topk <= num_experts:
+            raise ValueError(f"MoE: topk must be from 1 to num_experts = {num_experts}, got {topk}")
+        self.num_experts, self.topk = num_experts, topk
+        like = {"device": device, "dtype": dtype}
+        self.router = nn.Linear(hidden_size, num_experts, bias=False, device=device)
+        self.up = nn.Parameter(torch.empty(num_experts, hidden_size, 2 * intermediate_size, **like))
+        self.down = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size, **like))
+        self.shared_up: nn.Linear | None = None
+        self.shared_down: nn.Linear | None = None
+        if shared_intermediate_size:
+            shared = shared_intermediate_size
+            self.shared_up = nn.Linear(hidden_size, 2 * shared, bias=False, **like)
+            self.shared_down = nn.Linear(shared, hidden_size, bias=False, **like)
+        self.aux_loss = AuxLoss(num_experts, topk, aux_loss_coeff, max_tokens, device=device)
+        self.restore = WeightedRestore(max_tokens, topk, device=device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.up, self.down):
+            bound = 1 / math.sqrt(weight.shape[1])
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = x.reshape(-1, x.shape[-1])
+        with torch.autocast(x.device.type, enabled=False):
+            probs = self.router(tokens.float()).softmax(-1)
+        top_scores, expert_ids = probs.topk(self.topk)
+        top_scores = top_scores / top_scores.sum(-1, keepdim=True)
+
+        experts = torch.arange(self.num_experts, device=x.device)
+        tokens_per_expert = (expert_ids.reshape(-1, 1) == experts).sum(0)
+        offsets = tokens_per_expert.cumsum(0).to(torch.int32)
+        token_indices_sorted = expert_ids.flatten().argsort(stable=True)
+
+        # Each assignment's copy is read once, so that no gradient is added by atomics.
+        copies = tokens.to(self.up.dtype).repeat_interleave(self.topk, dim=0)
+        rows = copies[token_indices_sorted]
+        rows = grouped_mm(_swiglu(grouped_mm(rows, self.up, offsets)), self.down, offsets)
+
+        addend = None
+        if self.shared_up is not None and self.shared_down is not None:
+            addend = self.shared_down(_swiglu(self.shared_up(tokens)))
+        out = self.restore(rows, top_scores, token_indices_sorted, addend)
+        loss = self.aux_loss(probs, tokens_per_expert, tokens.shape[0])
+        return out.view(x.shape), loss, tokens_per_expert
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, topk={self.topk}"
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * value

@@ -1,0 +1,79 @@
+"""What every kernel shares: the order of sums, the rounding of casts, the way to launch.
+
+Importing this module needs triton; ops import it at their first CUDA call.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def tree_sum(x):
+    """Sum of [M, N] over its last axis, N a power of two, by a tree of adjacent pairs: [M].
+
+    A sum of two is one commutative addition, so the layout that the compiler picks cannot change
+    the order. Adjacent pairs stay in a thread, then in a warp.
+    """
+    levels: tl.constexpr = _log2(x.shape[1])
+    for _ in tl.static_range(levels):
+        x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def tree_sum_rows(x):
+    """Sum of [M, N] over its first axis, M a power of two, by a tree of adjacent pairs: [N]."""
+    levels: tl.constexpr = _log2(x.shape[0])
+    for _ in tl.static_range(levels):
+        x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), axis=1)
+    return tl.reshape(x, [x.shape[1]])
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """``x`` rounded to nearest even in ``dtype``; float64 reaches a half type through float32."""
+    if x.dtype == tl.float64 and (dtype == tl.bfloat16 or dtype == tl.float16):
+        x = x.to(tl.float32)
+    if INTERPRETED and x.dtype == tl.float32 and dtype == tl.bfloat16:
+        # The interpreter truncates this cast. Adding half of the last kept place, less one if that
+        # place is even, rounds the float's integer pattern to nearest even; NaN keeps its top bits.
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x == x, rounded, bits | 0x400000)
+        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+def next_power_of_2(n: int) -> int:
+    return triton.next_power_of_2(n)
+
+
+def launch(kernel: Any, num_programs: int, device: torch.device, *args: Any, **options: Any) -> None:
+    """Launch ``num_programs`` programs of ``kernel`` on the current stream of ``device``.
+
+    Floating-point contraction is off: a fused multiply-add rounds once where the order of
+    operations that the reference shares rounds twice.
+    """
+    if num_programs == 0:
+        return
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device:
+        kernel[(num_programs,)](*args, enable_fp_fusion=False, **options)
+
+
+def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()

@@ -1,0 +1,73 @@
+"""The documented function of weighted_restore."""
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from . import ops  # noqa: F401  registers the operators
+
+
+def weighted_restore(
+    rows: Tensor,
+    top_scores: Tensor,
+    token_indices_sorted: Tensor,
+    addend: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    r"""Weighted sum of each token's expert rows, from expert-major order to token order.
+
+    .. math::
+        \text{out}_t = \text{addend}_t + \sum_{k=0}^{K-1} s_{t,k} \, \text{rows}_{\text{slot}(t,k)}
+
+    with :math:`s` = ``top_scores`` and slot the inverse of ``token_indices_sorted``. This is the
+    combine step of a mixture-of-experts layer (Shazeer et al. 2017, equation 1).
+
+    Products and sums are float32 (float64 for float64 rows), k ascending; each product is rounded
+    before it is added, and one cast ends the sum. There are no atomics in the gradients either:
+    the bits of the result and of every gradient depend on the inputs alone.
+
+    Args:
+        rows: expert outputs [N, H], expert-major; bfloat16, float16, float32 or float64, any
+            strides. N may be larger than T * K (padding) or smaller (dropped assignments).
+        top_scores: weights [*, K] of T tokens; bfloat16, float16, float32 or float64. They are cast
+            to the dtype of the sum first.
+        token_indices_sorted: int32 or int64 [N]: row i holds flat assignment t * K + k. A negative
+            value, or one of at least T * K, marks padding, which may hold anything, NaN included.
+            Where two rows hold one assignment the higher row wins and the other is padding. An
+            assignment that no row holds adds zero.
+        addend: optional start of the sum [*, H] in the dtype of ``rows``: a shared expert's output
+            or a residual.
+        workspace: scratch of at least :func:`weighted_restore_workspace_size` bytes, made by
+            :func:`make_workspace`; None allocates it.
+
+    Returns:
+        [*, H] in the dtype of ``rows``, contiguous: ``top_scores`` [batch, seq, K] gives
+        [batch, seq, H].
+
+        Gradients go to ``rows`` (zero at padding), ``top_scores`` (zero where no row holds the
+        assignment) and ``addend``, each in the dtype of its input; only those asked for are
+        computed.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or device, or the workspace is too small,
+            misaligned or not contiguous.
+        NotImplementedError: forward-mode AD, or a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> rows = torch.randn(6, 16)                            # 3 tokens, 2 experts each
+        >>> expert_ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
+        >>> token_indices_sorted = expert_ids.flatten().argsort(stable=True)
+        >>> weighted_restore(rows, torch.rand(3, 2), token_indices_sorted).shape
+        torch.Size([3, 16])
+    """
+    checks.is_tensor("weighted_restore", "rows", rows)
+    checks.is_tensor("weighted_restore", "top_scores", top_scores)
+    checks.is_tensor("weighted_restore", "token_indices_sorted", token_indices_sorted)
+    if addend is not None:
+        checks.is_tensor("weighted_restore", "addend", addend)
+    if workspace is not None:
+        checks.is_tensor("weighted_restore", "workspace", workspace)
+    return torch.ops.moe.weighted_restore(
+        rows, top_scores, token_indices_sorted, addend, workspace
+    )

@@ -1,0 +1,84 @@
+"""weighted_restore in plain PyTorch, with the order of operations that the kernels have.
+
+Shapes: ``rows`` [N, H], ``top_scores`` [T, K], ``grad`` and ``addend`` [T, H], and the ``slots``
+[T, K] of the inverse permutation: the row that holds an assignment, or -1.
+"""
+
+import torch
+from torch import Tensor
+
+from ..fixed_order import accumulator_dtype, cast, tree_sum
+
+# Lanes of the score gradient's accumulator: lane h % 256 adds its products in ascending order of h,
+# then a tree adds the lanes. Every backend has this width, so no block shape can change the bits.
+ACCUMULATOR_LANES = 256
+
+
+def invert(token_indices_sorted: Tensor, num_assignments: int) -> Tensor:
+    """The row of each assignment, or -1: int64 [num_assignments]. The highest row wins a duplicate."""
+    index = token_indices_sorted.to(torch.int64)
+    # Padding rows write to a place past the end, which keeps every shape static.
+    index = torch.where((index < 0) | (index >= num_assignments), num_assignments, index)
+    rows = torch.arange(index.shape[0], device=index.device)
+    inverse = torch.full((num_assignments + 1,), -1, dtype=torch.int64, device=index.device)
+    return inverse.scatter_reduce(0, index, rows, "amax")[:num_assignments]
+
+
+def with_zero_row(x: Tensor) -> Tensor:
+    """``x`` and one row of zeros, which index -1 then means."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 1))
+
+
+def weighted_restore(
+    rows: Tensor, top_scores: Tensor, slots: Tensor, addend: Tensor | None = None
+) -> Tensor:
+    """out[t] = cast(addend[t] + sum_k top_scores[t, k] * rows[slots[t, k]]), k ascending: [T, H]."""
+    dtype = accumulator_dtype(rows.dtype)
+    num_tokens, topk = slots.shape
+    scores = top_scores.to(dtype)
+    padded = with_zero_row(rows)
+    if addend is None:
+        out = rows.new_zeros(num_tokens, rows.shape[1], dtype=dtype)
+    else:
+        out = addend.to(dtype)
+    for k in range(topk):
+        products = scores[:, k, None] * padded[slots[:, k]].to(dtype)
+        # An assignment that no row holds adds zero whatever its score is, NaN included.
+        out = out + torch.where(slots[:, k, None] < 0, 0.0, products)
+    return cast(out, rows.dtype)
+
+
+def grad_rows(grad: Tensor, top_scores: Tensor, slots: Tensor, assignments: Tensor) -> Tensor:
+    """top_scores[t, k] * grad[t] at the row of (t, k), zero at padding rows: [N, H]."""
+    dtype = accumulator_dtype(grad.dtype)
+    tokens = torch.where(assignments < 0, -1, assignments // slots.shape[1])
+    scores = torch.nn.functional.pad(top_scores.reshape(-1).to(dtype), (0, 1))[assignments]
+    products = scores[:, None] * with_zero_row(grad)[tokens].to(dtype)
+    return cast(products, grad.dtype)
+
+
+def grad_scores(grad: Tensor, rows: Tensor, slots: Tensor, scores_dtype: torch.dtype) -> Tensor:
+    """sum_h grad[t, h] * rows[slots[t, k], h], zero where no row holds (t, k): [T, K]."""
+    dtype = accumulator_dtype(rows.dtype)
+    padded = with_zero_row(rows)
+    sums = []
+    for k in range(slots.shape[1]):
+        products = grad.to(dtype) * padded[slots[:, k]].to(dtype)
+        products = torch.where(slots[:, k, None] < 0, 0.0, products)
+        lanes = products.new_zeros(products.shape[0], ACCUMULATOR_LANES)
+        for chunk in products.split(ACCUMULATOR_LANES, dim=1):
+            lanes = lanes + torch.nn.functional.pad(chunk, (0, ACCUMULATOR_LANES - chunk.shape[1]))
+        sums.append(tree_sum(lanes, dim=1))
+    return cast(torch.stack(sums, dim=1), scores_dtype)
+
+
+def row_assignments(slots: Tensor, token_indices_sorted: Tensor) -> Tensor:
+    """The flat assignment that each row holds, or -1 for a padding row: int64 [N].
+
+    A row that lost a duplicate to a higher row is a padding row.
+    """
+    index = token_indices_sorted.to(torch.int64)
+    index = torch.where((index < 0) | (index >= slots.numel()), -1, index)
+    owners = torch.nn.functional.pad(slots.reshape(-1), (0, 1), value=-1)[index]
+    rows = torch.arange(index.shape[0], device=index.device)
+    return torch.where(owners == rows, index, -1)

@@ -1,0 +1,90 @@
+"""Workspaces: preallocated scratch that a caller may own.
+
+A workspace is a contiguous, 16-byte aligned, one-dimensional ``uint8`` tensor. It carries nothing
+from one call to the next, so one buffer, as large as the largest user needs, serves every op that
+runs on one stream.
+"""
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+ALIGNMENT = 16
+
+
+def align(num_bytes: int) -> int:
+    """``num_bytes`` (an int or SymInt) rounded up to the alignment of a workspace."""
+    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def make_workspace(num_bytes: int, device: torch.device | str | int | None = None) -> Tensor:
+    """An uninitialised workspace of ``num_bytes`` bytes on ``device``.
+
+    Its address is marked static for ``torch.compile``: under ``mode="reduce-overhead"`` PyTorch
+    refuses to put a graph that writes an ordinary input into a CUDA graph ("skipping cudagraphs due
+    to mutated inputs"). A non-persistent ``nn.Module`` buffer needs no such mark.
+
+    Args:
+        num_bytes: size in bytes, at least 0; the ``*_workspace_size`` functions compute it.
+        device: where the workspace lives; the default device if None.
+
+    Returns:
+        uint8 tensor of shape [num_bytes].
+
+    Raises:
+        TypeError: ``num_bytes`` is not an int.
+        ValueError: ``num_bytes`` is negative.
+
+    Example:
+        >>> workspace = make_workspace(aux_loss_workspace_size(4096, 64), "cpu")
+    """
+    checks.integer("make_workspace", "num_bytes", num_bytes, 0)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    torch._dynamo.mark_static_address(workspace)
+    return workspace
+
+
+def resolve(op: str, workspace: Tensor | None, num_bytes: int, like: Tensor) -> Tensor:
+    """The caller's workspace, checked, or a fresh one on the device of ``like``."""
+    if workspace is None:
+        return like.new_empty(num_bytes, dtype=torch.uint8)
+    checks.dtype(op, "workspace", workspace, (torch.uint8,))
+    checks.rank(op, "workspace", workspace, "[num_bytes]")
+    checks.same_device(op, "workspace", workspace, like, "its inputs")
+    checks.value(
+        workspace.is_contiguous(), op, "workspace", "contiguous", f"strides {workspace.stride()}"
+    )
+    checks.value(
+        workspace.storage_offset() % ALIGNMENT == 0,
+        op,
+        "workspace",
+        f"aligned to {ALIGNMENT} bytes",
+        f"a storage offset of {workspace.storage_offset()} bytes",
+    )
+    checks.value(
+        workspace.shape[0] >= num_bytes,
+        op,
+        "workspace",
+        f"at least {num_bytes} bytes long",
+        f"{workspace.shape[0]} bytes",
+    )
+    return workspace
+
+
+def scratch(op: str, workspace: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """The first ``num_elements`` of ``workspace`` as ``dtype``, within its bounds.
+
+    The inner ops call this on whatever they are given, since anyone can call them with any scratch.
+    """
+    num_bytes = num_elements * dtype.itemsize
+    resolve(op, workspace, num_bytes, workspace)
+    if num_bytes:
+        checks.value(
+            workspace.data_ptr() % ALIGNMENT == 0,
+            op,
+            "workspace",
+            f"aligned to {ALIGNMENT} bytes",
+            f"address {workspace.data_ptr():#x}",
+        )
+    return workspace[:num_bytes].view(dtype)
