@@ -13,17 +13,16 @@ from .reference import num_tiles, tile_tokens
 MIN_CHUNK_COLUMNS = 64
 MAX_CHUNK_COLUMNS = 512
 # Enough programs for every multiprocessor of a large GPU; below it, columns are cut finer.
-FEW_PROGRAMS = 256
+FEW_PROGRAMS = 512
 FINAL_BLOCK = 4096
 
 
 def chunk_columns(num_tokens: int, num_columns: int) -> int:
     """Columns per program. Chunks are subtrees of the tree over columns: no choice changes a bit."""
-    columns = min(next_power_of_2(num_columns), MAX_CHUNK_COLUMNS)
-    while (
-        columns > MIN_CHUNK_COLUMNS
-        and num_tiles(num_tokens, num_columns) * (num_columns // columns) < FEW_PROGRAMS
-    ):
+    padded = next_power_of_2(num_columns)
+    columns = min(padded, MAX_CHUNK_COLUMNS)
+    tiles = num_tiles(num_tokens, num_columns)
+    while columns > MIN_CHUNK_COLUMNS and tiles * (padded // columns) < FEW_PROGRAMS:
         columns //= 2
     return columns
 
@@ -35,7 +34,21 @@ def num_partials(num_tokens: int, num_columns: int) -> tuple[int, int]:
     return chunks, num_tiles(num_tokens, num_columns) * chunks
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_columns"])
+@triton.jit
+def _sum_tokens(ptrs, tokens, num_tokens, stride_t, column_mask, COUNT: tl.constexpr, ACC: tl.constexpr):
+    """Sum over ``COUNT`` consecutive tokens of each group, by the tree, in registers: [GROUPS, C]."""
+    if COUNT == 1:
+        mask = (tokens < num_tokens)[:, None] & column_mask[None, :]
+        return tl.load(ptrs, mask=mask, other=0.0).to(ACC)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        left = _sum_tokens(ptrs, tokens, num_tokens, stride_t, column_mask, HALF, ACC)
+        ptrs += HALF * stride_t
+        right = _sum_tokens(ptrs, tokens + HALF, num_tokens, stride_t, column_mask, HALF, ACC)
+        return left + right
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _aux_loss_tile_sums_kernel(
     probs_ptr,
     tokens_per_expert_ptr,
@@ -47,20 +60,20 @@ def _aux_loss_tile_sums_kernel(
     stride_n,
     CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     columns = (pid % CHUNKS) * BLOCK_C + tl.arange(0, BLOCK_C)
     column_mask = columns < num_columns
-    tokens = (pid // CHUNKS) * BLOCK_T + tl.arange(0, BLOCK_T)
-    probs = tl.load(
-        probs_ptr + tokens[:, None] * stride_t + columns[None, :] * stride_c,
-        mask=(tokens < num_tokens)[:, None] & column_mask[None, :],
-        other=0.0,
-    ).to(ACC)  # [BLOCK_T, BLOCK_C]
+    # Each thread adds the tokens of its own group; only the groups are added across threads.
+    GROUP_TOKENS: tl.constexpr = BLOCK_T // GROUPS
+    tokens = (pid // CHUNKS) * BLOCK_T + tl.arange(0, GROUPS) * GROUP_TOKENS
+    ptrs = probs_ptr + tokens[:, None] * stride_t + columns[None, :] * stride_c
+    sums = _sum_tokens(ptrs, tokens, num_tokens, stride_t, column_mask, GROUP_TOKENS, ACC)
     counts = tl.load(tokens_per_expert_ptr + columns * stride_n, mask=column_mask, other=0).to(ACC)
-    products = tree_sum_rows(probs) * counts
+    products = tree_sum_rows(sums) * counts
     tl.store(partials_ptr + pid + tl.arange(0, 1), tree_sum(tl.reshape(products, [1, BLOCK_C])))
 
 
@@ -78,11 +91,11 @@ def _aux_loss_from_tile_sums_kernel(
     ACC: tl.constexpr,
     DEVICE_TOTAL: tl.constexpr,
 ):
-    offsets = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
     slots = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
     for block in range(num_blocks):
-        index = block.to(tl.int64) * BLOCK + offsets
+        index = block * BLOCK + offsets
         partials = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
         block_sums = tl.where(slots == block, tree_sum(tl.reshape(partials, [1, BLOCK])), block_sums)
     total_sum = tree_sum(tl.reshape(block_sums, [1, MAX_BLOCKS]))  # [1]
@@ -100,10 +113,18 @@ def _aux_loss_from_tile_sums_kernel(
     tl.store(loss_ptr + tl.arange(0, 1), loss)
 
 
-def tile_sums(probs: Tensor, tokens_per_expert: Tensor, partials: Tensor, num_warps: int = 4) -> None:
+def tile_sums(
+    probs: Tensor, tokens_per_expert: Tensor, partials: Tensor, num_warps: int | None = None
+) -> None:
     """Write the partial sum of every (tile, chunk of columns) to ``partials``."""
     num_tokens, num_columns = probs.shape
     chunks, count = num_partials(num_tokens, num_columns)
+    block_t, block_c = tile_tokens(num_columns), chunk_columns(num_tokens, num_columns)
+    # As many tokens side by side as fill the threads with 16-byte loads.
+    threads_per_token = max(block_c * probs.dtype.itemsize // 16, 1)
+    if num_warps is None:
+        num_warps = min(max(threads_per_token // 32, 2 if count <= FEW_PROGRAMS else 1), 4)
+    groups = min(max(32 * num_warps // threads_per_token, 1), block_t)
     launch(
         _aux_loss_tile_sums_kernel,
         count,
@@ -116,8 +137,9 @@ def tile_sums(probs: Tensor, tokens_per_expert: Tensor, partials: Tensor, num_wa
         *probs.stride(),
         *tokens_per_expert.stride(),
         CHUNKS=chunks,
-        BLOCK_T=tile_tokens(num_columns),
-        BLOCK_C=chunk_columns(num_tokens, num_columns),
+        BLOCK_T=block_t,
+        GROUPS=groups,
+        BLOCK_C=block_c,
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         num_warps=num_warps,
     )

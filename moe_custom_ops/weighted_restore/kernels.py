@@ -36,7 +36,7 @@ def _invert_kernel(
     tl.atomic_max(inverse_ptr + index, rows.to(tl.int32), mask=held, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _weighted_restore_kernel(
     rows_ptr,
     scores_ptr,
@@ -69,10 +69,11 @@ def _weighted_restore_kernel(
         acc = tl.zeros([BLOCK_H], ACC)
     for k in tl.static_range(K):
         slot = tl.load(inverse_ptr + token * K + k).to(tl.int64)
-        held = (slot >= 0) & (slot < num_rows)
+        slots = tl.broadcast_to(slot, [BLOCK_H])
+        held = (slots >= 0) & (slots < num_rows)
         score = tl.load(scores_ptr + token * stride_st + k * stride_sk).to(ACC)
         row = tl.load(
-            rows_ptr + slot * stride_rn + columns * stride_rh, mask=column_mask & held, other=0.0
+            rows_ptr + slots * stride_rn + columns * stride_rh, mask=column_mask & held, other=0.0
         )
         acc = acc + tl.where(held, score * row.to(ACC), 0.0)
     tl.store(
@@ -80,7 +81,7 @@ def _weighted_restore_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "num_assignments"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_assignments"])
 def _weighted_restore_backward_kernel(
     grad_ptr,
     rows_ptr,

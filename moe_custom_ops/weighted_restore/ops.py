@@ -261,6 +261,7 @@ weighted_restore_gather.register_autograd(_backward, setup_context=_setup_contex
 
 def _setup_double_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4])
+    ctx.has_rows, ctx.has_scores = inputs[4:]
     ctx.set_materialize_grads(False)
 
 
@@ -280,14 +281,14 @@ def _double_backward(
     slots = reference.invert(token_indices_sorted, scores.numel()).view(scores.shape)
     held = (slots >= 0)[..., None]
     terms, d_rows, d_scores = [], None, None
-    if grad_grad_rows is not None:
+    if grad_grad_rows is not None and ctx.has_rows:
         u = reference.with_zero_row(grad_grad_rows)[slots].to(dtype)  # [T, K, H]
         if need_grad:
             terms.append(torch.where(held, scores[..., None] * u, 0.0))
         if need_scores:
             products = torch.where(held, flat_grad[:, None, :] * u, 0.0)
             d_scores = cast(products.sum(-1), top_scores.dtype).view(top_scores.shape)
-    if grad_grad_scores is not None:
+    if grad_grad_scores is not None and ctx.has_scores:
         v = _flat(grad_grad_scores).to(dtype)
         if need_grad:
             gathered = reference.with_zero_row(rows)[slots].to(dtype)

@@ -1,0 +1,35 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Where the Triton kernels can run: on a GPU, or on CPU tensors under the interpreter.
+KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda" if torch.cuda.is_available() else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("kernels") and KERNEL_DEVICE is None:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU or TRITON_INTERPRET=1"))
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    assert KERNEL_DEVICE is not None
+    return KERNEL_DEVICE
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(autouse=True)
+def _reset_dynamo():
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,157 @@
+"""The Triton kernels against the reference, bit for bit: on a GPU, or under the interpreter."""
+
+import itertools
+
+import pytest
+import torch
+
+from moe_custom_ops.testing import assert_same_bits, make_assignments
+from moe_custom_ops.weighted_restore import reference
+
+pytestmark = pytest.mark.kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def empty(*shape, dtype, device):
+    """Memory that no kernel has written: NaN."""
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def run(rows, scores, indices, addend, grad, device, num_warps=4, max_block_h=1024, max_block_k=16):
+    """(out, inverse, grad_rows, grad_scores) from the kernels."""
+    from moe_custom_ops.weighted_restore import kernels
+
+    move = lambda x: None if x is None else x.to(device)  # noqa: E731
+    rows, scores, indices, addend, grad = map(move, (rows, scores, indices, addend, grad))
+    num_tokens, topk = scores.shape
+    inverse = torch.full((num_tokens * topk,), 12345, dtype=torch.int32, device=device)
+    kernels.invert(indices, inverse)
+    out = empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=device)
+    kernels.weighted_restore(
+        rows, scores, inverse, addend, out, num_warps=num_warps, max_block_h=max_block_h
+    )
+    grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
+    grad_scores = empty(*scores.shape, dtype=scores.dtype, device=device)
+    kernels.weighted_restore_backward(
+        grad, rows, scores, indices, inverse, grad_rows, grad_scores, num_warps=num_warps,
+        max_block_k=max_block_k,
+    )
+    return out, inverse, grad_rows, grad_scores
+
+
+def expect(rows, scores, indices, addend, grad):
+    slots = reference.invert(indices, scores.numel()).view(scores.shape)
+    assignments = reference.row_assignments(slots, indices)
+    return (
+        reference.weighted_restore(rows, scores, slots, addend),
+        slots.flatten().to(torch.int32),
+        reference.grad_rows(grad, scores, slots, assignments),
+        reference.grad_scores(grad, rows, slots, scores.dtype),
+    )
+
+
+def check(rows, scores, indices, addend, grad, device, **options):
+    actual = run(rows, scores, indices, addend, grad, device, **options)
+    expected = expect(rows, scores, indices, addend, grad)
+    names = ("out", "inverse", "grad_rows", "grad_scores")
+    for a, b, name in zip(actual, expected, names, strict=True):
+        assert_same_bits(a, b, name)
+
+
+def inputs(num_tokens, topk, hidden, dtype=torch.float32, scores_dtype=torch.float32, **options):
+    scores, indices = make_assignments(num_tokens, topk, max(8, topk), **options)
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randn(n, hidden, generator=generator).to(dtype)  # noqa: E731
+    return draw(indices.shape[0]), scores.to(scores_dtype), indices, draw(num_tokens), draw(num_tokens)
+
+
+@pytest.mark.parametrize(("dtype", "scores_dtype"), list(itertools.product(DTYPES, DTYPES)))
+def test_every_dtype(dtype, scores_dtype, kernel_device):
+    check(*inputs(13, 2, 300, dtype, scores_dtype), kernel_device)
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 7, 130, 256, 2880])
+@pytest.mark.parametrize("topk", [1, 3, 8])
+def test_shapes(hidden, topk, kernel_device):
+    check(*inputs(5, topk, hidden), kernel_device)
+
+
+def test_many_assignments_per_token(kernel_device):
+    check(*inputs(3, 64, 130), kernel_device)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+def test_token_counts(num_tokens, kernel_device):
+    check(*inputs(num_tokens, 2, 40), kernel_device)
+
+
+def test_no_addend(kernel_device):
+    rows, scores, indices, _, grad = inputs(9, 2, 40)
+    check(rows, scores, indices, None, grad, kernel_device)
+
+
+def test_padding_rows_may_hold_nan(kernel_device):
+    rows, scores, indices, addend, grad = inputs(9, 2, 300, alignment=16)
+    assert (indices == -1).any()
+    indices[indices == -1] = torch.tensor([-1, -7, 18, 10**6]).repeat(64)[: (indices == -1).sum()]
+    rows[(indices < 0) | (indices >= 18)] = torch.nan
+    check(rows, scores, indices, addend, grad, kernel_device)
+    for result in run(rows, scores, indices, addend, grad, kernel_device):
+        assert not result.isnan().any()
+
+
+def test_dropped_assignments_add_zero(kernel_device):
+    rows, scores, indices, addend, grad = inputs(9, 2, 40)
+    scores[indices[12] // 2, indices[12] % 2] = torch.nan
+    out, _, _, grad_scores = run(rows[:12], scores, indices[:12], addend, grad, kernel_device)
+    assert not out.isnan().any()
+    assert (grad_scores.flatten()[indices[12:].to(kernel_device)] == 0).all()
+    check(rows[:12], scores, indices[:12], addend, grad, kernel_device)
+
+
+def test_the_highest_row_wins_a_duplicate(kernel_device):
+    rows, scores, indices, addend, grad = inputs(9, 2, 40)
+    indices[:5] = indices[16]
+    _, inverse, grad_rows, _ = run(rows, scores, indices, addend, grad, kernel_device)
+    assert inverse[indices[16]] == 16
+    assert (grad_rows[:5] == 0).all()
+    check(rows, scores, indices, addend, grad, kernel_device)
+
+
+def test_int32_indices_and_strides(kernel_device):
+    rows, scores, indices, addend, grad = inputs(20, 3, 65)
+    check(rows, scores, indices.int(), addend, grad, kernel_device)
+    check(
+        rows.t().contiguous().t(),
+        scores.repeat(1, 2)[:, 1:4],
+        indices.repeat_interleave(2)[::2],
+        addend.repeat(1, 2)[:, 65:],
+        grad[:1, :1].expand(20, 65),
+        kernel_device,
+    )
+
+
+@pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e30])
+def test_extreme_magnitudes(magnitude, kernel_device):
+    rows, scores, indices, addend, grad = inputs(20, 3, 65)
+    check(rows * magnitude, scores, indices, addend * magnitude, grad, kernel_device)
+
+
+def test_no_launch_choice_changes_a_bit(kernel_device):
+    call = inputs(6, 5, 1000, torch.bfloat16)
+    for num_warps, max_block_h, max_block_k in [(1, 64, 1), (2, 256, 2), (4, 1024, 16), (8, 2048, 8)]:
+        check(
+            *call, kernel_device, num_warps=num_warps, max_block_h=max_block_h,
+            max_block_k=max_block_k,
+        )
+
+
+def test_products_are_rounded_before_they_are_added(kernel_device):
+    """A fused multiply-add would keep the low bits of the product and give another result."""
+    x = torch.tensor(1.0 + 2.0**-12)
+    rows, scores = x.reshape(1, 1), x.reshape(1, 1)
+    addend = -(x * x).reshape(1, 1)
+    out, *_ = run(rows, scores, torch.tensor([0]), addend, addend, kernel_device)
+    assert out.item() == 0.0
+    assert (x.double() * x.double() + addend.double()).item() != 0.0
