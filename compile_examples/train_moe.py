@@ -17,7 +17,9 @@ import json
 import logging
 import math
 import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -154,23 +156,22 @@ def read_text(path: Path | None) -> bytes:
     return "\n\n".join(topics.values()).encode()
 
 
-def split_text(text: bytes, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The bytes to train on and the last tenth, which is held out."""
+def split_text(text: bytes, seq_len: int) -> tuple[Tensor, Tensor]:
+    """The bytes to train on, and the last tenth, which is held out."""
     shortest = 10 * (seq_len + 1)
     if len(text) < shortest:
         raise ValueError(
-            f"the text must have at least {shortest} bytes for seq_len = {seq_len}, got {len(text)}"
+            f"the text must have at least {shortest} bytes for --seq-len {seq_len}, got {len(text)}"
         )
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     held_out = len(text) // 10
     return data[:-held_out], data[-held_out:]
 
 
 def unigram_entropy(text: bytes) -> float:
     """Bits per byte of the best code that knows the frequencies of bytes and nothing else."""
-    counts = torch.frombuffer(bytearray(text), dtype=torch.uint8).bincount().double()
-    shares = counts[counts > 0] / len(text)
-    return -(shares * shares.log2()).sum().item()
+    shares = [count / len(text) for count in Counter(text).values()]
+    return -sum(share * math.log2(share) for share in shares)
 
 
 def windows(data: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -215,9 +216,9 @@ def averages(values: list[Tensor]) -> list[Any]:
 
 
 def train(
-    config: Config, text: bytes, device: torch.device, compiled: bool, name: str = "training"
+    config: Config, data: tuple[Tensor, Tensor], device: torch.device, compiled: bool, name: str
 ) -> Run:
-    training, held_out = split_text(text, config.seq_len, device)
+    training, held_out = (part.to(device) for part in data)
     # Drawn on the CPU: every device gets the same first weights and the same order of the data.
     torch.manual_seed(config.seed)
     model = ByteTransformer(config).to(device)
@@ -261,9 +262,7 @@ def train(
             tokens_per_second = (step - 1) * inputs.numel() / seconds
             result = evaluate(loss_function, model, held_out, held_out_starts, config.seq_len)
             if not math.isfinite(result):
-                raise ValueError(
-                    f"the loss is {result} at step {step}: lr = {config.lr} is too high"
-                )
+                sys.exit(f"train_moe: the loss is {result} at step {step}: try a lower --lr")
             validation[step] = result
             progress.write(
                 f"{name}: step {step:4} of {config.steps}, validation {result:.3f} bits per byte, "
@@ -326,19 +325,12 @@ def has_cpp_compiler() -> bool:
     return True
 
 
-def pick_device(name: str | None) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda needs a GPU that PyTorch can use, and it finds none")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a small byte-level MoE transformer under torch.compile.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="text to train on (default: Python's own docs)")
     add("--steps", type=int, default=500, help="optimizer steps")
     add("--batch-size", type=int, default=16, help="sequences per step")
     add("--seq-len", type=int, default=128, help="bytes per sequence")
@@ -348,37 +340,47 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--topk", type=int, default=2, help="experts per token")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0, help="seed of the weights and of the data order")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    add("--out", type=Path, default=Path("out"), metavar="DIR", help="where results go")
+    add("--out", type=Path, default=Path("out"), metavar="DIR", help="folder of the results")
+    add("--text", type=Path, metavar="FILE", help="train on FILE, not on Python's documentation")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--eager", action="store_true", help="do not compile")
     add("--check-bits", action="store_true", help="train twice and compare every bit")
-    return parser.parse_args(argv)
+    return parser
 
 
-def run_job(arguments: argparse.Namespace) -> None:
+def main(argv: list[str] | None = None) -> None:
     start = time.perf_counter()
-    config = Config(**{field.name: getattr(arguments, field.name) for field in fields(Config)})
-    device = pick_device(arguments.device)
-    text = read_text(arguments.text)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product
+    parser = argument_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        config = Config(**{field.name: getattr(arguments, field.name) for field in fields(Config)})
+        if arguments.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda needs a GPU that PyTorch can use; it finds none")
+        text = read_text(arguments.text)
+        data = split_text(text, config.seq_len)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     # PyTorch's own optimizer step opens a profiler range, and compiling it warns of that.
     logging.getLogger("torch._dynamo.variables.ctx_manager").setLevel(logging.ERROR)
     compiled = not arguments.eager and has_cpp_compiler()
     if not compiled and not arguments.eager:
         print("no C++ compiler found (Inductor looks for $CXX, else g++): running eagerly")
 
-    run = train(config, text, device, compiled)
+    device = torch.device(arguments.device)
+    run = train(config, data, device, compiled, "training")
     if arguments.check_bits:
-        again = train(config, text, device, compiled, name="again")
+        again = train(config, data, device, compiled, "again")
         if differing := different_bits(run.parameters, again.parameters):
-            raise ValueError(f"two runs differ in the bits of {', '.join(differing)}")
+            sys.exit(f"train_moe: two runs differ in the bits of {', '.join(differing)}")
         print(f"same bits in two runs: all {len(run.parameters)} parameters")
 
     entropy, bits_per_byte = unigram_entropy(text), run.validation["bits_per_byte"][-1]
     picture, report = arguments.out / "train_moe.png", arguments.out / "train_moe.json"
+    plot(run, entropy, config, picture)
     results = {
         "config": asdict(config),
         "text": str(arguments.text or "pydoc_data.topics"),
@@ -396,19 +398,11 @@ def run_job(arguments: argparse.Namespace) -> None:
         "expert_load": run.expert_load,
     }
     report.write_text(json.dumps(results, allow_nan=False) + "\n")
-    plot(run, entropy, config, picture)
     print(
         f"held-out text: {bits_per_byte:.3f} bits per byte, {bits_per_byte / entropy:.0%} of the "
         f"unigram entropy of the text, {entropy:.3f}"
     )
     print(f"wrote {picture} and {report} after {results['seconds']:.0f} s")
-
-
-def main(argv: list[str] | None = None) -> None:
-    try:
-        run_job(parse_arguments(argv))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"train_moe: error: {error}") from error
 
 
 if __name__ == "__main__":

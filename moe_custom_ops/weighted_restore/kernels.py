@@ -15,7 +15,7 @@ from .reference import ACCUMULATOR_LANES
 INVERT_BLOCK = 1024
 MAX_BLOCK_H = 1024
 # Assignments of one token that the backward holds at a time, and rows that one program zeroes.
-MAX_BLOCK_K = 16
+MAX_BLOCK_K = 8
 ZERO_BLOCK_ROWS = 32
 
 
@@ -43,6 +43,7 @@ def _weighted_restore_kernel(
     inverse_ptr,
     addend_ptr,
     out_ptr,
+    slots_ptr,
     num_rows,
     num_columns,
     stride_rn,
@@ -53,6 +54,7 @@ def _weighted_restore_kernel(
     stride_ah,
     stride_ot,
     K: tl.constexpr,
+    PADDED_K: tl.constexpr,
     BLOCKS_H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     ACC: tl.constexpr,
@@ -62,6 +64,11 @@ def _weighted_restore_kernel(
     token = pid // BLOCKS_H
     columns = (pid % BLOCKS_H) * BLOCK_H + tl.arange(0, BLOCK_H)
     column_mask = columns < num_columns
+    if pid % BLOCKS_H == 0:
+        ks = tl.arange(0, PADDED_K)
+        slots = tl.load(inverse_ptr + token * K + ks, mask=ks < K, other=-1)
+        slots = tl.where((slots >= 0) & (slots < num_rows), slots, -1)
+        tl.store(slots_ptr + token * K + ks, slots, mask=ks < K)
     if HAS_ADDEND:
         acc = tl.load(addend_ptr + token * stride_at + columns * stride_ah, mask=column_mask)
         acc = acc.to(ACC)
@@ -69,11 +76,13 @@ def _weighted_restore_kernel(
         acc = tl.zeros([BLOCK_H], ACC)
     for k in tl.static_range(K):
         slot = tl.load(inverse_ptr + token * K + k).to(tl.int64)
-        slots = tl.broadcast_to(slot, [BLOCK_H])
-        held = (slots >= 0) & (slots < num_rows)
+        row_index = tl.broadcast_to(slot, [BLOCK_H])
+        held = (row_index >= 0) & (row_index < num_rows)
         score = tl.load(scores_ptr + token * stride_st + k * stride_sk).to(ACC)
         row = tl.load(
-            rows_ptr + slots * stride_rn + columns * stride_rh, mask=column_mask & held, other=0.0
+            rows_ptr + row_index * stride_rn + columns * stride_rh,
+            mask=column_mask & held,
+            other=0.0,
         )
         acc = acc + tl.where(held, score * row.to(ACC), 0.0)
     tl.store(
@@ -87,7 +96,7 @@ def _weighted_restore_backward_kernel(
     rows_ptr,
     scores_ptr,
     indices_ptr,
-    inverse_ptr,
+    slots_ptr,
     grad_rows_ptr,
     grad_scores_ptr,
     num_tokens,
@@ -116,7 +125,7 @@ def _weighted_restore_backward_kernel(
     if pid < num_tokens:
         for block in tl.static_range(BLOCKS_K):
             ks = block * BLOCK_K + tl.arange(0, BLOCK_K)
-            slots = tl.load(inverse_ptr + pid * K + ks, mask=ks < K, other=-1).to(tl.int64)
+            slots = tl.load(slots_ptr + pid * K + ks, mask=ks < K, other=-1).to(tl.int64)
             held = ((slots >= 0) & (slots < num_rows))[:, None]
             score = tl.load(scores_ptr + pid * stride_st + ks * stride_sk, mask=ks < K, other=0.0)
             score = score.to(ACC)
@@ -155,7 +164,7 @@ def _weighted_restore_backward_kernel(
         rows = (pid - num_tokens) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
         index = tl.load(indices_ptr + rows * stride_i, mask=rows < num_rows, other=-1).to(tl.int64)
         in_range = (index >= 0) & (index < num_assignments)
-        owner = tl.load(inverse_ptr + index, mask=in_range, other=-1)
+        owner = tl.load(slots_ptr + index, mask=in_range, other=-1)
         padding = (owner != rows) & (rows < num_rows)
         if tl.max(padding.to(tl.int32), axis=0) > 0:
             zeros = tl.zeros([ZERO_ROWS, LANES], grad_rows_ptr.dtype.element_ty)
@@ -193,14 +202,18 @@ def weighted_restore(
     inverse: Tensor,
     addend: Tensor | None,
     out: Tensor,
+    slots: Tensor,
     num_warps: int = 4,
     max_block_h: int = MAX_BLOCK_H,
 ) -> None:
-    """Write the weighted sum of each token's rows to ``out`` [tokens, H], contiguous."""
+    """Write the weighted sum of each token's rows to ``out`` [tokens, H], contiguous, and the
+    inverse to ``slots`` int32 [tokens, K], contiguous, with -1 for all that is no row.
+    """
     num_tokens, topk = top_scores.shape
     num_rows, num_columns = rows.shape
     block_h = min(next_power_of_2(max(num_columns, 1)), max_block_h)
-    blocks_h = triton.cdiv(num_columns, block_h)
+    # A width of 0 still has slots to write.
+    blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     launch(
         _weighted_restore_kernel,
         num_tokens * blocks_h,
@@ -210,6 +223,7 @@ def weighted_restore(
         inverse,
         addend,
         out,
+        slots,
         num_rows,
         num_columns,
         *rows.stride(),
@@ -217,6 +231,7 @@ def weighted_restore(
         *strides(addend, 2),
         out.stride(0),
         K=topk,
+        PADDED_K=next_power_of_2(topk),
         BLOCKS_H=blocks_h,
         BLOCK_H=block_h,
         ACC=TRITON_DTYPES[accumulator_dtype(rows.dtype)],
@@ -230,7 +245,7 @@ def weighted_restore_backward(
     rows: Tensor,
     top_scores: Tensor,
     token_indices_sorted: Tensor,
-    inverse: Tensor,
+    slots: Tensor,
     grad_rows: Tensor | None,
     grad_scores: Tensor | None,
     num_warps: int = 4,
@@ -251,7 +266,7 @@ def weighted_restore_backward(
         rows,
         top_scores,
         token_indices_sorted,
-        inverse,
+        slots,
         grad_rows,
         grad_scores,
         num_tokens,

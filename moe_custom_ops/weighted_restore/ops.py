@@ -2,8 +2,8 @@
 
 The public name is a composite over two ops. ``invert_permutation`` writes the workspace and returns
 nothing; ``weighted_restore_gather`` reads it and returns the result. Only the second has a gradient,
-and it saves inputs, never the workspace: two calls in one graph may share that. The backward is an
-op of its own, which inverts the permutation again and has a backward in plain PyTorch.
+and it saves inputs and the slots that it returns, never the workspace: two calls in one graph may
+share that. The backward is an op of its own, with a backward in plain PyTorch.
 """
 
 import math
@@ -128,14 +128,20 @@ def weighted_restore_gather(
     token_indices_sorted: Tensor,
     addend: Tensor | None,
     workspace: Tensor,
-) -> Tensor:
-    """The weighted sum of each token's rows, by the inverse permutation in ``workspace``."""
-    slots = _inverse(workspace, top_scores.numel()).view(-1, top_scores.shape[-1]).to(torch.int64)
+) -> tuple[Tensor, Tensor]:
+    """(the weighted sum of each token's rows, slots) by the inverse permutation in ``workspace``.
+
+    The slots, int32 in the shape of ``top_scores``, are what the backward needs of the workspace:
+    the row of each assignment, or -1. Returning them has a second use. Inductor moves an op that
+    returns one tensor to its first use, which may lie behind the next call's write to the same
+    workspace, and then clones the workspace; the items of a tuple are taken where they were traced.
+    """
+    slots = _inverse(workspace, top_scores.numel()).view(top_scores.shape)
     # The scratch is the caller's: an entry outside the rows means that no row holds it.
     slots = torch.where((slots < 0) | (slots >= rows.shape[0]), -1, slots)
     flat_addend = None if addend is None else _flat(addend)
-    out = reference.weighted_restore(rows, _flat(top_scores), slots, flat_addend)
-    return out.view(_result_shape(rows, top_scores))
+    out = reference.weighted_restore(rows, _flat(top_scores), _flat(slots).long(), flat_addend)
+    return out.view(_result_shape(rows, top_scores)), slots
 
 
 @weighted_restore_gather.register_kernel("cuda")
@@ -145,14 +151,14 @@ def _(
     token_indices_sorted: Tensor,
     addend: Tensor | None,
     workspace: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     inverse = _inverse(workspace, top_scores.numel())
-    out = rows.new_empty(_result_shape(rows, top_scores))
+    out, slots = _empty_results(rows, top_scores)
     flat_addend = None if addend is None else _flat(addend)
     load_kernels(__package__).weighted_restore(
-        rows, _flat(top_scores), inverse, flat_addend, _flat(out)
+        rows, _flat(top_scores), inverse, flat_addend, _flat(out), slots
     )
-    return out
+    return out, slots
 
 
 @weighted_restore_gather.register_fake
@@ -162,8 +168,13 @@ def _(
     token_indices_sorted: Tensor,
     addend: Tensor | None,
     workspace: Tensor,
-) -> Tensor:
-    return rows.new_empty(_result_shape(rows, top_scores))
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(rows, top_scores)
+
+
+def _empty_results(rows: Tensor, top_scores: Tensor) -> tuple[Tensor, Tensor]:
+    out = rows.new_empty(_result_shape(rows, top_scores))
+    return out, rows.new_empty(top_scores.shape, dtype=torch.int32)
 
 
 @torch.library.custom_op("moe::weighted_restore_backward", mutates_args=(), device_types="cpu")
@@ -172,17 +183,18 @@ def weighted_restore_backward(
     rows: Tensor,
     top_scores: Tensor,
     token_indices_sorted: Tensor,
+    slots: Tensor,
     need_rows: bool,
     need_scores: bool,
 ) -> tuple[Tensor, Tensor]:
     """(gradient of rows, gradient of top_scores), the one that is not needed of size 0."""
     grad_rows, grad_scores = _empty_grads(rows, top_scores, need_rows, need_scores)
-    slots = reference.invert(token_indices_sorted, top_scores.numel()).view(-1, top_scores.shape[-1])
+    flat_slots = _flat(slots).long()
     if need_rows:
-        assignments = reference.row_assignments(slots, token_indices_sorted)
-        grad_rows = reference.grad_rows(_flat(grad), top_scores, slots, assignments)
+        assignments = reference.row_assignments(flat_slots, token_indices_sorted)
+        grad_rows = reference.grad_rows(_flat(grad), top_scores, flat_slots, assignments)
     if need_scores:
-        grad_scores = reference.grad_scores(_flat(grad), rows, slots, top_scores.dtype)
+        grad_scores = reference.grad_scores(_flat(grad), rows, flat_slots, top_scores.dtype)
         grad_scores = grad_scores.view(top_scores.shape)
     return grad_rows, grad_scores
 
@@ -193,20 +205,17 @@ def _(
     rows: Tensor,
     top_scores: Tensor,
     token_indices_sorted: Tensor,
+    slots: Tensor,
     need_rows: bool,
     need_scores: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check_lengths(rows, top_scores, token_indices_sorted)
-    kernels = load_kernels(__package__)
     grad_rows, grad_scores = _empty_grads(rows, top_scores, need_rows, need_scores)
-    inverse = rows.new_empty(top_scores.numel(), dtype=torch.int32)
-    kernels.invert(token_indices_sorted, inverse)
-    kernels.weighted_restore_backward(
+    load_kernels(__package__).weighted_restore_backward(
         _flat(grad),
         rows,
         _flat(top_scores),
         token_indices_sorted,
-        inverse,
+        slots,
         grad_rows if need_rows else None,
         grad_scores if need_scores else None,
     )
@@ -219,6 +228,7 @@ def _(
     rows: Tensor,
     top_scores: Tensor,
     token_indices_sorted: Tensor,
+    slots: Tensor,
     need_rows: bool,
     need_scores: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -234,13 +244,15 @@ def _empty_grads(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     rows, top_scores, token_indices_sorted, _, _ = inputs
-    ctx.save_for_backward(rows, top_scores, token_indices_sorted)
+    _, slots = output
+    ctx.save_for_backward(rows, top_scores, token_indices_sorted, slots)
+    ctx.mark_non_differentiable(slots)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     need_rows, need_scores, _, need_addend, _ = ctx.needs_input_grad
     grad_rows = grad_scores = None
     if grad is not None and (need_rows or need_scores):
@@ -260,8 +272,8 @@ weighted_restore_gather.register_autograd(_backward, setup_context=_setup_contex
 
 
 def _setup_double_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.has_rows, ctx.has_scores = inputs[4:]
+    ctx.save_for_backward(*inputs[:5])
+    ctx.has_rows, ctx.has_scores = inputs[5:]
     ctx.set_materialize_grads(False)
 
 
@@ -274,11 +286,11 @@ def _double_backward(
     rows[slot]       += v[t, k] * grad[t]
     top_scores[t, k] += sum_h grad[t, h] * u[slot, h]
     """
-    grad, rows, top_scores, token_indices_sorted = ctx.saved_tensors
+    grad, rows, top_scores, token_indices_sorted, slots = ctx.saved_tensors
     need_grad, need_rows, need_scores = ctx.needs_input_grad[:3]
     dtype = accumulator_dtype(rows.dtype)
     flat_grad, scores = _flat(grad).to(dtype), _flat(top_scores).to(dtype)
-    slots = reference.invert(token_indices_sorted, scores.numel()).view(scores.shape)
+    slots = _flat(slots).long()
     held = (slots >= 0)[..., None]
     terms, d_rows, d_scores = [], None, None
     if grad_grad_rows is not None and ctx.has_rows:
@@ -297,7 +309,7 @@ def _double_backward(
             assignments = reference.row_assignments(slots, token_indices_sorted)
             d_rows = reference.grad_rows(cast(flat_grad, rows.dtype), v, slots, assignments)
     d_grad = cast(sum(terms).sum(1), grad.dtype).view(grad.shape) if terms else None
-    return d_grad, d_rows, d_scores, None, None, None
+    return d_grad, d_rows, d_scores, None, None, None, None
 
 
 weighted_restore_backward.register_autograd(_double_backward, setup_context=_setup_double_context)
@@ -315,9 +327,10 @@ def _weighted_restore(
     size = workspaces.align(num_assignments * torch.int32.itemsize)
     workspace = workspaces.resolve(OP, workspace, size, rows)
     torch.ops.moe.invert_permutation(token_indices_sorted, num_assignments, workspace)
-    return torch.ops.moe.weighted_restore_gather(
+    out, _ = torch.ops.moe.weighted_restore_gather(
         rows, top_scores, token_indices_sorted, addend, workspace
     )
+    return out
 
 
 torch.library.define(

@@ -18,7 +18,7 @@ def empty(*shape, dtype, device):
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def run(rows, scores, indices, addend, grad, device, num_warps=4, max_block_h=1024, max_block_k=16):
+def run(rows, scores, indices, addend, grad, device, num_warps=4, max_block_h=1024, max_block_k=8):
     """(out, inverse, grad_rows, grad_scores) from the kernels."""
     from moe_custom_ops.weighted_restore import kernels
 
@@ -28,13 +28,15 @@ def run(rows, scores, indices, addend, grad, device, num_warps=4, max_block_h=10
     inverse = torch.full((num_tokens * topk,), 12345, dtype=torch.int32, device=device)
     kernels.invert(indices, inverse)
     out = empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=device)
+    slots = torch.full((num_tokens, topk), 12345, dtype=torch.int32, device=device)
     kernels.weighted_restore(
-        rows, scores, inverse, addend, out, num_warps=num_warps, max_block_h=max_block_h
+        rows, scores, inverse, addend, out, slots, num_warps=num_warps, max_block_h=max_block_h
     )
+    assert torch.equal(slots.flatten(), inverse)
     grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
     grad_scores = empty(*scores.shape, dtype=scores.dtype, device=device)
     kernels.weighted_restore_backward(
-        grad, rows, scores, indices, inverse, grad_rows, grad_scores, num_warps=num_warps,
+        grad, rows, scores, indices, slots, grad_rows, grad_scores, num_warps=num_warps,
         max_block_k=max_block_k,
     )
     return out, inverse, grad_rows, grad_scores
@@ -155,3 +157,21 @@ def test_products_are_rounded_before_they_are_added(kernel_device):
     out, *_ = run(rows, scores, torch.tensor([0]), addend, addend, kernel_device)
     assert out.item() == 0.0
     assert (x.double() * x.double() + addend.double()).item() != 0.0
+
+
+def test_garbage_in_the_inverse_is_bounded(kernel_device):
+    """Slots that are no row read nothing, and every element is still written."""
+    from moe_custom_ops.weighted_restore import kernels
+
+    rows, scores, indices, addend, grad = (x.to(kernel_device) for x in inputs(9, 2, 40))
+    garbage = torch.tensor([-5, 18, 2**31 - 1, -(2**31), 3, 3], dtype=torch.int32).repeat(3)
+    out = empty(9, 40, dtype=rows.dtype, device=kernel_device)
+    slots = torch.full((9, 2), 12345, dtype=torch.int32, device=kernel_device)
+    kernels.weighted_restore(
+        rows, scores, garbage.to(kernel_device), addend, out, slots
+    )
+    assert slots.flatten().cpu().tolist() == [-1, -1, -1, -1, 3, 3] * 3
+    grads = [empty(*x.shape, dtype=x.dtype, device=kernel_device) for x in (rows, scores)]
+    kernels.weighted_restore_backward(grad, rows, scores, indices, slots, *grads)
+    for result in (out, *grads):
+        assert not result.isnan().any()

@@ -63,13 +63,14 @@ def test_opcheck_of_the_inner_ops(requires_grad):
     workspace = workspace_for(scores)
     opcheck(torch.ops.moe.invert_permutation.default, (indices, scores.numel(), workspace))
     torch.ops.moe.invert_permutation(indices, scores.numel(), workspace)
+    slots = workspace[: 4 * scores.numel()].view(torch.int32).view(scores.shape).clone()
     for tensor in (rows, scores, addend):
         tensor.requires_grad_(requires_grad)
     gather = torch.ops.moe.weighted_restore_gather.default
     opcheck(gather, (rows, scores, indices, addend, workspace))
     opcheck(gather, (rows, scores, indices, None, workspace))
     for need_rows, need_scores in ((True, True), (True, False), (False, True)):
-        arguments = (addend, rows, scores, indices, need_rows, need_scores)
+        arguments = (addend, rows, scores, indices, slots, need_rows, need_scores)
         opcheck(torch.ops.moe.weighted_restore_backward.default, arguments)
 
 
@@ -296,7 +297,7 @@ def test_two_backwards_of_one_graph_are_equal_whatever_the_workspace_holds():
 def test_garbage_in_the_scratch_is_bounded():
     rows, scores, indices, addend = make()
     scratch = torch.randint(0, 256, (workspace_for(scores).shape[0],), dtype=torch.uint8)
-    out = torch.ops.moe.weighted_restore_gather(rows, scores, indices, addend, scratch)
+    out, _ = torch.ops.moe.weighted_restore_gather(rows, scores, indices, addend, scratch)
     assert out.shape == addend.shape
     with pytest.raises(ValueError, match="workspace must be at least 84 bytes"):
         torch.ops.moe.weighted_restore_gather(rows, scores, indices, addend, scratch[:16])
