@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,23 @@ NATS_PER_BIT = math.log(2)
 LossFunction = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
+def option(default: float, text: str) -> Any:
+    return field(default=default, metadata={"help": f"{text} (default: {default})"})
+
+
 @dataclass(frozen=True)
 class Config:
-    steps: int
-    batch_size: int
-    seq_len: int
-    hidden: int
-    layers: int
-    experts: int
-    topk: int
-    lr: float
-    seed: int
+    """Each field is an option of the command line."""
+
+    steps: int = option(500, "optimizer steps")
+    batch_size: int = option(16, "sequences per step")
+    seq_len: int = option(128, "bytes per sequence")
+    hidden: int = option(128, f"width, a multiple of {HEAD_SIZE}")
+    layers: int = option(2, "transformer blocks")
+    experts: int = option(8, "experts per layer")
+    topk: int = option(2, "experts per token")
+    lr: float = option(3e-3, "highest learning rate")
+    seed: int = option(0, "seed of the weights and of the data's order")
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -140,10 +146,11 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def compute_loss(
     model: nn.Module, inputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss to minimise, bits per byte alone (no gradient), tokens per expert."""
+    """The loss to minimise, bits per byte, and each expert's share of its layer's assignments."""
     logits, aux_loss, tokens_per_expert = model(inputs)
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return cross_entropy + aux_loss, cross_entropy.detach() / NATS_PER_BIT, tokens_per_expert
+    load = tokens_per_expert / tokens_per_expert.sum(-1, keepdim=True)
+    return cross_entropy + aux_loss, cross_entropy.detach() / NATS_PER_BIT, load
 
 
 def read_text(path: Path | None) -> bytes:
@@ -247,17 +254,17 @@ def train(
     for step in progress:
         rate.fill_(learning_rate(step, config))
         inputs, targets = windows(training, starts[step - 1], config.seq_len)
-        loss, step_bits, tokens_per_expert = loss_function(model, inputs, targets)
+        loss, step_bits, load = loss_function(model, inputs, targets)
         loss.backward()
         optimizer_step()
         optimizer.zero_grad()
         bits.append(step_bits)
-        loads.append(tokens_per_expert / tokens_per_expert.sum(-1, keepdim=True))
+        loads.append(load)
         if step == 1:
             step_bits.item()  # waits for the device; this step compiled and is not timed
             clock = time.perf_counter()
         if step in report_steps:
-            load = loads[-1].cpu() * config.experts
+            relative_load = load.cpu() * config.experts
             seconds += time.perf_counter() - clock
             tokens_per_second = (step - 1) * inputs.numel() / seconds
             result = evaluate(loss_function, model, held_out, held_out_starts, config.seq_len)
@@ -267,7 +274,7 @@ def train(
             progress.write(
                 f"{name}: step {step:4} of {config.steps}, validation {result:.3f} bits per byte, "
                 f"{tokens_per_second:,.0f} tokens/s, "
-                f"expert load {load.min():.2f} to {load.max():.2f} of an even share"
+                f"expert load {relative_load.min():.2f} to {relative_load.max():.2f} of an even share"
             )
             clock = time.perf_counter()
 
@@ -327,25 +334,24 @@ def has_cpp_compiler() -> bool:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a small byte-level MoE transformer under torch.compile.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train a small byte-level MoE transformer under torch.compile."
     )
     add = parser.add_argument
-    add("--steps", type=int, default=500, help="optimizer steps")
-    add("--batch-size", type=int, default=16, help="sequences per step")
-    add("--seq-len", type=int, default=128, help="bytes per sequence")
-    add("--hidden", type=int, default=128, help=f"width, a multiple of {HEAD_SIZE}")
-    add("--layers", type=int, default=2, help="transformer blocks")
-    add("--experts", type=int, default=8, help="experts per layer")
-    add("--topk", type=int, default=2, help="experts per token")
-    add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--seed", type=int, default=0, help="seed of the weights and of the data order")
-    add("--out", type=Path, default=Path("out"), metavar="DIR", help="folder of the results")
-    add("--text", type=Path, metavar="FILE", help="train on FILE, not on Python's documentation")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    for known in fields(Config):
+        flag = "--" + known.name.replace("_", "-")
+        add(flag, type=type(known.default), default=known.default, help=known.metadata["help"])
+    add("--text", type=Path, metavar="FILE", help="text to train on (default: Python's own docs)")
+    add("--out", type=Path, default="out", metavar="DIR", help="folder of results (default: out)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
     add("--eager", action="store_true", help="do not compile")
     add("--check-bits", action="store_true", help="train twice and compare every bit")
     return parser
+
+
+def pick_device(name: str | None) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that PyTorch can use, and it finds none")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -353,9 +359,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argument_parser()
     arguments = parser.parse_args(argv)
     try:
-        config = Config(**{field.name: getattr(arguments, field.name) for field in fields(Config)})
-        if arguments.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a GPU that PyTorch can use; it finds none")
+        config = Config(**{known.name: getattr(arguments, known.name) for known in fields(Config)})
+        device = pick_device(arguments.device)
         text = read_text(arguments.text)
         data = split_text(text, config.seq_len)
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -370,7 +375,6 @@ def main(argv: list[str] | None = None) -> None:
     if not compiled and not arguments.eager:
         print("no C++ compiler found (Inductor looks for $CXX, else g++): running eagerly")
 
-    device = torch.device(arguments.device)
     run = train(config, data, device, compiled, "training")
     if arguments.check_bits:
         again = train(config, data, device, compiled, "again")
