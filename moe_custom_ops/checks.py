@@ -98,6 +98,4 @@ def no_forward_tangent(op: str, *tensors: Tensor | None) -> None:
     """Refuse forward-mode AD, which the registered ops would pass through without the tangent."""
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"{op}: forward-mode AD is not implemented; use reverse mode"
-            )
+            raise NotImplementedError(f"{op}: forward-mode AD is not implemented; use reverse mode")

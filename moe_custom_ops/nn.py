@@ -136,16 +136,22 @@ class MoE(nn.Module):
         if not 1 <= topk <= num_experts:
             raise ValueError(f"MoE: topk must be from 1 to num_experts = {num_experts}, got {topk}")
         self.num_experts, self.topk = num_experts, topk
-        like = {"device": device, "dtype": dtype}
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+
+        def experts(inputs: int, outputs: int) -> nn.Parameter:
+            shape = (num_experts, inputs, outputs)
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
         self.router = nn.Linear(hidden_size, num_experts, bias=False, device=device)
-        self.up = nn.Parameter(torch.empty(num_experts, hidden_size, 2 * intermediate_size, **like))
-        self.down = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size, **like))
+        self.up = experts(hidden_size, 2 * intermediate_size)
+        self.down = experts(intermediate_size, hidden_size)
         self.shared_up: nn.Linear | None = None
         self.shared_down: nn.Linear | None = None
         if shared_intermediate_size:
-            shared = shared_intermediate_size
-            self.shared_up = nn.Linear(hidden_size, 2 * shared, bias=False, **like)
-            self.shared_down = nn.Linear(shared, hidden_size, bias=False, **like)
+            self.shared_up = linear(hidden_size, 2 * shared_intermediate_size)
+            self.shared_down = linear(shared_intermediate_size, hidden_size)
         self.aux_loss = AuxLoss(num_experts, topk, aux_loss_coeff, max_tokens, device=device)
         self.restore = WeightedRestore(max_tokens, topk, device=device)
         self.reset_parameters()

@@ -62,7 +62,9 @@ def next_power_of_2(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-def launch(kernel: Any, num_programs: int, device: torch.device, *args: Any, **options: Any) -> None:
+def launch(
+    kernel: Any, num_programs: int, device: torch.device, *args: Any, **options: Any
+) -> None:
     """Launch ``num_programs`` programs of ``kernel`` on the current stream of ``device``.
 
     Floating-point contraction is off: a fused multiply-add rounds once where the order of

@@ -31,8 +31,7 @@ def calls_in_generated_code(code: str) -> str:
     lines = []
     for line in body[: body.index("return (")].splitlines():
         line = line.strip()
-        if "torch.ops.moe." in line and not line.startswith(("#", "assert")):
-            lines.append(line)
-        elif "empty_strided" in line or "clone" in line or "copy_" in line:
+        runs_our_op = "torch.ops.moe." in line and not line.startswith(("#", "assert"))
+        if runs_our_op or any(word in line for word in ("empty_strided", "clone", "copy_")):
             lines.append(line)
     return re.sub(r"\b(?:arg|primals_)\d+(?:_1)?\b", rename, "\n".join(lines))

@@ -14,7 +14,11 @@ def test_tree_sum_adds_adjacent_pairs():
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 100])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_tree_sum_of_any_extent(n, dim):
-    x = torch.randn(n, 3, dtype=torch.float64) if dim == 0 else torch.randn(3, n, dtype=torch.float64)
+    x = (
+        torch.randn(n, 3, dtype=torch.float64)
+        if dim == 0
+        else torch.randn(3, n, dtype=torch.float64)
+    )
     torch.testing.assert_close(tree_sum(x, dim), x.sum(dim))
 
 
@@ -24,7 +28,16 @@ def test_padding_does_not_change_bits():
 
 
 def test_next_power_of_2():
-    assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]
+    assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1025)] == [
+        1,
+        1,
+        2,
+        4,
+        4,
+        8,
+        1024,
+        2048,
+    ]
 
 
 def test_cast_from_float64_rounds_twice_through_float32():
@@ -40,7 +53,7 @@ def test_the_comparison_sees_one_bit_and_folds_nan_and_zero():
     y.view(torch.int32)[0] += 1
     with pytest.raises(AssertionError, match=r"1 of 3 elements differ in their bits; at \(0,\)"):
         assert_same_bits(x, y)
-    with pytest.raises(AssertionError, match="float32 against torch.float64"):
+    with pytest.raises(AssertionError, match=r"float32 against torch\.float64"):
         assert_same_bits(x, y.double())
     assert canonical_bits(x)[2] == 0
 

@@ -18,7 +18,7 @@ FINAL_BLOCK = 4096
 
 
 def chunk_columns(num_tokens: int, num_columns: int) -> int:
-    """Columns per program. Chunks are subtrees of the tree over columns: no choice changes a bit."""
+    """Columns per program: a subtree of the tree over columns, so no choice changes a bit."""
     padded = next_power_of_2(num_columns)
     columns = min(padded, MAX_CHUNK_COLUMNS)
     tiles = num_tiles(num_tokens, num_columns)
@@ -35,8 +35,10 @@ def num_partials(num_tokens: int, num_columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _sum_tokens(ptrs, tokens, num_tokens, stride_t, column_mask, COUNT: tl.constexpr, ACC: tl.constexpr):
-    """Sum over ``COUNT`` consecutive tokens of each group, by the tree, in registers: [GROUPS, C]."""
+def _sum_tokens(
+    ptrs, tokens, num_tokens, stride_t, column_mask, COUNT: tl.constexpr, ACC: tl.constexpr
+):
+    """Tree over ``COUNT`` consecutive tokens of each group, in registers: [GROUPS, C]."""
     if COUNT == 1:
         mask = (tokens < num_tokens)[:, None] & column_mask[None, :]
         return tl.load(ptrs, mask=mask, other=0.0).to(ACC)
@@ -97,7 +99,9 @@ def _aux_loss_from_tile_sums_kernel(
     for block in range(num_blocks):
         index = block * BLOCK + offsets
         partials = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
-        block_sums = tl.where(slots == block, tree_sum(tl.reshape(partials, [1, BLOCK])), block_sums)
+        block_sums = tl.where(
+            slots == block, tree_sum(tl.reshape(partials, [1, BLOCK])), block_sums
+        )
     total_sum = tree_sum(tl.reshape(block_sums, [1, MAX_BLOCKS]))  # [1]
 
     # A float argument would arrive as float32, so the host sends the bits of its float64.

@@ -103,9 +103,7 @@ def _check(
     checks.no_forward_tangent(OP, probs)
 
 
-@torch.library.custom_op(
-    "moe::aux_loss_tile_sums", mutates_args={"workspace"}, device_types="cpu"
-)
+@torch.library.custom_op("moe::aux_loss_tile_sums", mutates_args={"workspace"}, device_types="cpu")
 def aux_loss_tile_sums(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
     """Write each tile's weighted sum to ``workspace``."""
     sums = reference.tile_sums(probs, tokens_per_expert)
@@ -137,7 +135,7 @@ def aux_loss_from_tile_sums(
     coeff: float,
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, C) from the tile sums in ``workspace``; ``total_int`` counts where ``total`` is None."""
+    """(loss, C) from the tile sums in ``workspace``; the total is ``total_int`` if no tensor."""
     dtype = accumulator_dtype(probs.dtype)
     sums = workspaces.scratch(OP, workspace, reference.num_tiles(*probs.shape), dtype)
     return reference.loss_from_tile_sums(
@@ -222,7 +220,7 @@ def _aux_loss(
     workspace: Tensor | None = None,
 ) -> Tensor:
     _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk)
-    size = aux_loss_workspace_size(*probs.shape, probs.dtype)
+    size = aux_loss_workspace_size(probs.shape[0], probs.shape[1], probs.dtype)
     workspace = workspaces.resolve(OP, workspace, size, probs)
     total, total_int = (
         (total_num_tokens, 0) if isinstance(total_num_tokens, Tensor) else (None, total_num_tokens)

@@ -8,7 +8,7 @@ import torch
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """How many input sets to rotate through so that none of them is in the L2 when its turn comes."""
+    """Input sets to rotate through so that none of them is in the L2 when its turn comes."""
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, -(-3 * l2_bytes // max(bytes_per_set, 1)))
 
@@ -45,6 +45,5 @@ def graph_time(
 def copy_rate(device: torch.device, num_bytes: int = 2**30) -> float:
     """Bytes per microsecond of a device-to-device copy, reads and writes counted."""
     # float32, as the copy of a uint8 tensor ran at two thirds of the rate (torch 2.11, H200).
-    shape, options = (num_bytes // 4,), {"dtype": torch.float32, "device": device}
-    pairs = [(torch.empty(shape, **options), torch.rand(shape, **options)) for _ in range(2)]
-    return 2 * num_bytes / graph_time(lambda out, source: out.copy_(source), pairs, calls=8)
+    source, out = (torch.rand(num_bytes // 4, device=device) for _ in range(2))
+    return 2 * num_bytes / graph_time(out.copy_, [(source,)], calls=8)

@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 def make_probs(
-    num_tokens: int, num_columns: int, topk: int = 2, dtype: torch.dtype = torch.float32,
+    num_tokens: int,
+    num_columns: int,
+    topk: int = 2,
+    dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(probs [T, columns] that sum to one per token, counts int64 of their top-k), on the CPU."""
@@ -29,7 +32,7 @@ def permutation_of(expert_ids: Tensor, num_experts: int, alignment: int = 1) -> 
 def make_assignments(
     num_tokens: int, topk: int, num_experts: int, alignment: int = 1, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(float32 top_scores [T, K], token_indices_sorted int64 [N]) of a random router, on the CPU."""
+    """(float32 top_scores [T, K], token_indices_sorted int64 [N]) of a random router, on CPU."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_tokens, num_experts, generator=generator)
     scores, ids = logits.softmax(-1).topk(topk)

@@ -68,6 +68,4 @@ def weighted_restore(
         checks.is_tensor("weighted_restore", "addend", addend)
     if workspace is not None:
         checks.is_tensor("weighted_restore", "workspace", workspace)
-    return torch.ops.moe.weighted_restore(
-        rows, top_scores, token_indices_sorted, addend, workspace
-    )
+    return torch.ops.moe.weighted_restore(rows, top_scores, token_indices_sorted, addend, workspace)

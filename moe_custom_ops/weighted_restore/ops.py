@@ -1,9 +1,9 @@
 """Registration of ``torch.ops.moe.weighted_restore``: schema, fake, autograd, dispatch.
 
 The public name is a composite over two ops. ``invert_permutation`` writes the workspace and returns
-nothing; ``weighted_restore_gather`` reads it and returns the result. Only the second has a gradient,
-and it saves inputs and the slots that it returns, never the workspace: two calls in one graph may
-share that. The backward is an op of its own, with a backward in plain PyTorch.
+nothing; ``weighted_restore_gather`` reads it and returns the result. Only the second has a
+gradient, and it saves inputs and the slots that it returns, never the workspace: two calls in one
+graph may share that. The backward is an op of its own, with a backward in plain PyTorch.
 """
 
 import math
@@ -99,9 +99,7 @@ def _result_shape(rows: Tensor, top_scores: Tensor) -> list[int]:
     return [*top_scores.shape[:-1], rows.shape[1]]
 
 
-@torch.library.custom_op(
-    "moe::invert_permutation", mutates_args={"workspace"}, device_types="cpu"
-)
+@torch.library.custom_op("moe::invert_permutation", mutates_args={"workspace"}, device_types="cpu")
 def invert_permutation(
     token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor
 ) -> None:
@@ -308,7 +306,7 @@ def _double_backward(
         if need_rows:
             assignments = reference.row_assignments(slots, token_indices_sorted)
             d_rows = reference.grad_rows(cast(flat_grad, rows.dtype), v, slots, assignments)
-    d_grad = cast(sum(terms).sum(1), grad.dtype).view(grad.shape) if terms else None
+    d_grad = cast(torch.stack(terms).sum((0, 2)), grad.dtype).view(grad.shape) if terms else None
     return d_grad, d_rows, d_scores, None, None, None, None
 
 

@@ -15,7 +15,7 @@ ACCUMULATOR_LANES = 256
 
 
 def invert(token_indices_sorted: Tensor, num_assignments: int) -> Tensor:
-    """The row of each assignment, or -1: int64 [num_assignments]. The highest row wins a duplicate."""
+    """The row of each assignment, the highest of duplicates, or -1: int64 [num_assignments]."""
     index = token_indices_sorted.to(torch.int64)
     # Padding rows write to a place past the end, which keeps every shape static.
     index = torch.where((index < 0) | (index >= num_assignments), num_assignments, index)
@@ -32,7 +32,7 @@ def with_zero_row(x: Tensor) -> Tensor:
 def weighted_restore(
     rows: Tensor, top_scores: Tensor, slots: Tensor, addend: Tensor | None = None
 ) -> Tensor:
-    """out[t] = cast(addend[t] + sum_k top_scores[t, k] * rows[slots[t, k]]), k ascending: [T, H]."""
+    """cast(addend[t] + sum_k top_scores[t, k] * rows[slots[t, k]]), k ascending: [T, H]."""
     dtype = accumulator_dtype(rows.dtype)
     num_tokens, topk = slots.shape
     scores = top_scores.to(dtype)

@@ -20,7 +20,9 @@ def maximum_workspace(columns):
 @pytest.mark.parametrize("given", [False, True])
 def test_one_graph_for_all_token_counts(backend, given):
     workspace = maximum_workspace(24) if given else None
-    compiled = compile_fresh(lambda p, n, total: aux_loss(p, n, total, 24, 2, 1e-2, workspace), backend)
+    compiled = compile_fresh(
+        lambda p, n, total: aux_loss(p, n, total, 24, 2, 1e-2, workspace), backend
+    )
     for num_tokens in TOKEN_COUNTS:
         probs, counts = make_probs(num_tokens, 24)
         eager, traced = probs.clone().requires_grad_(), probs.clone().requires_grad_()
@@ -50,7 +52,7 @@ def test_no_token_and_one_token_work(num_tokens):
 
 
 def test_the_workspace_is_written_in_place_without_a_clone():
-    """Two calls on one workspace: auto-functionalisation would clone it where it saw a later read."""
+    """Two calls on one workspace, which a read after the second write would make a clone of."""
     workspace = maximum_workspace(24)
 
     def two_losses(probs, counts, workspace):
@@ -62,13 +64,16 @@ def test_the_workspace_is_written_in_place_without_a_clone():
     compiled = torch.compile(two_losses, fullgraph=True)
     loss, (code,) = run_and_get_code(compiled, probs, counts, workspace)
     assert_same_bits(loss, two_losses(probs, counts, workspace))
-    assert_expected_inline(calls_in_generated_code(code), """\
+    assert_expected_inline(
+        calls_in_generated_code(code),
+        """\
 torch.ops.moe.aux_loss_tile_sums.default(input0, input1, input2)
 buf2 = torch.ops.moe.aux_loss_from_tile_sums.default(input0, input1, None, 64, 24, 2, 0.01, input2)
 buf5 = empty_strided_cpu((64, 24), (24, 1), torch.float32)
 buf8 = empty_strided_cpu((64, 24), (24, 1), torch.float32)
 torch.ops.moe.aux_loss_tile_sums.default(buf5, input1, input2)
-buf9 = torch.ops.moe.aux_loss_from_tile_sums.default(buf8, input1, None, 64, 24, 2, 0.01, input2)""")
+buf9 = torch.ops.moe.aux_loss_from_tile_sums.default(buf8, input1, None, 64, 24, 2, 0.01, input2)""",  # noqa: E501
+    )
 
 
 def test_two_calls_share_a_workspace_and_keep_their_own_gradients():
@@ -86,7 +91,9 @@ def test_two_calls_share_a_workspace_and_keep_their_own_gradients():
     grads = torch.autograd.grad(compiled(*leaves), leaves)
     own = [
         torch.autograd.grad(aux_loss(probs, counts, 64, 24, 2, 1.0), probs)[0],
-        torch.autograd.grad(aux_loss(other, other_counts, 32, 24, 2, 1.0), other, torch.tensor(3.0))[0],
+        torch.autograd.grad(
+            aux_loss(other, other_counts, 32, 24, 2, 1.0), other, torch.tensor(3.0)
+        )[0],
     ]
     for actual, expected in zip(grads, own, strict=True):
         assert_same_bits(actual, expected)
@@ -97,7 +104,9 @@ def test_the_gradient_fuses_into_the_softmax_backward():
     logits = torch.randn(64, 24, requires_grad=True)
     _, counts = make_probs(64, 24)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: aux_loss(x.softmax(-1), counts, 64, 24, 2, 1e-2), fullgraph=True)
+    compiled = torch.compile(
+        lambda x: aux_loss(x.softmax(-1), counts, 64, 24, 2, 1e-2), fullgraph=True
+    )
     _, (_, backward) = run_and_get_code(lambda: compiled(logits).backward())
     allocated = [line for line in calls_in_generated_code(backward).splitlines() if "empty" in line]
     assert not any("(64, 24)" in line for line in allocated), allocated

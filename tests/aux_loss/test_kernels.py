@@ -62,8 +62,15 @@ def test_columns(columns, kernel_device):
 
 @pytest.mark.parametrize(
     "total",
-    [0, 7, torch.tensor(7), torch.tensor([7.0]), torch.tensor(6.5, dtype=torch.float64),
-     torch.tensor(0), torch.tensor(0.0)],
+    [
+        0,
+        7,
+        torch.tensor(7),
+        torch.tensor([7.0]),
+        torch.tensor(6.5, dtype=torch.float64),
+        torch.tensor(0),
+        torch.tensor(0.0),
+    ],
 )
 def test_totals(total, kernel_device):
     num_tokens = 0 if isinstance(total, int) and total == 0 else 7
@@ -98,7 +105,13 @@ def test_extreme_magnitudes(magnitude, kernel_device):
 def test_strides(kernel_device):
     probs, counts = make_probs(90, 24)
     wide = torch.randn(90, 3, 25)[:, 1, 1:]
-    for view in (probs.t().contiguous().t(), probs[::3], probs.expand(90, 24), wide, probs[:1].expand(40, -1)):
+    for view in (
+        probs.t().contiguous().t(),
+        probs[::3],
+        probs.expand(90, 24),
+        wide,
+        probs[:1].expand(40, -1),
+    ):
         check(view, counts.repeat_interleave(2)[::2], view.shape[0], 24, 2, 1e-2, kernel_device)
 
 

@@ -43,7 +43,9 @@ def test_opcheck_of_the_inner_ops(requires_grad):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_experts", "columns"), [(1, 1), (7, 7), (32, 64), (256, 512), (160, 160)])
+@pytest.mark.parametrize(
+    ("num_experts", "columns"), [(1, 1), (7, 7), (32, 64), (256, 512), (160, 160)]
+)
 def test_value_against_a_float64_oracle(dtype, num_experts, columns):
     probs, counts = make_probs(500, columns, topk=6, dtype=dtype)
     loss = aux_loss(probs, counts, 500, num_experts, 6, 1e-2)
@@ -109,10 +111,16 @@ def test_double_backward_reaches_the_incoming_gradient():
 def test_integer_and_tensor_totals_have_the_same_bits(count_dtype):
     probs, counts = make_probs(123, 24)
     counts = counts.to(count_dtype)
-    losses = [aux_loss(probs, counts, total, 24, 2, 1e-3) for total in (
-        123, torch.tensor(123), torch.tensor([123], dtype=torch.int32), torch.tensor(123.0),
-        torch.tensor(123.0, dtype=torch.float64),
-    )]
+    losses = [
+        aux_loss(probs, counts, total, 24, 2, 1e-3)
+        for total in (
+            123,
+            torch.tensor(123),
+            torch.tensor([123], dtype=torch.int32),
+            torch.tensor(123.0),
+            torch.tensor(123.0, dtype=torch.float64),
+        )
+    ]
     for loss in losses[1:]:
         assert_same_bits(loss, losses[0])
 
@@ -141,8 +149,9 @@ def test_no_tokens():
 def test_tiny_scores_are_not_lifted_by_an_epsilon():
     probs = torch.full((8, 4), 1e-22)
     loss = aux_loss(probs, torch.full((4,), 4), 8, 4, 2, 1.0)
-    assert_within(loss, 4 / 2 / 8**2 * torch.tensor(4 * 4 * 8 * 1e-22).double(),
-                  loss.double(), roundings=16)
+    assert_within(
+        loss, 4 / 2 / 8**2 * torch.tensor(4 * 4 * 8 * 1e-22).double(), loss.double(), roundings=16
+    )
 
 
 def test_large_float_counts_are_exact_and_half_counts_are_refused():
@@ -168,7 +177,9 @@ def test_strided_probs_and_counts():
     expected = aux_loss(probs, counts, 60, 16, 2, 1e-2)
     views = [probs.t().contiguous().t(), torch.cat([probs, probs], 1)[:, 16:]]
     for view in views:
-        assert_same_bits(aux_loss(view, counts.repeat_interleave(2)[::2], 60, 16, 2, 1e-2), expected)
+        assert_same_bits(
+            aux_loss(view, counts.repeat_interleave(2)[::2], 60, 16, 2, 1e-2), expected
+        )
 
 
 def test_two_backwards_of_one_graph_are_equal():
@@ -209,8 +220,13 @@ def test_the_workspace_holds_what_the_kernels_write():
 def bad(change):
     probs, counts = make_probs(30, 16)
     call = {
-        "probs": probs, "tokens_per_expert": counts, "total_num_tokens": 30, "num_experts": 8,
-        "topk": 2, "coeff": 1e-2, "workspace": None,
+        "probs": probs,
+        "tokens_per_expert": counts,
+        "total_num_tokens": 30,
+        "num_experts": 8,
+        "topk": 2,
+        "coeff": 1e-2,
+        "workspace": None,
     }
     return {**call, **change}
 
@@ -221,14 +237,36 @@ def misaligned(num_bytes):
 
 BAD_CALLS = [
     ({"probs": [1.0]}, TypeError, "probs must be a Tensor, got list"),
-    ({"probs": torch.rand(30)}, ValueError, r"probs must be of shape \[tokens, columns\], got \[30\]"),
-    ({"probs": torch.ones(30, 16, dtype=torch.int64)}, TypeError,
-     "probs must be float32, bfloat16, float16 or float64, got int64"),
-    ({"tokens_per_expert": torch.ones(15)}, ValueError, r"tokens_per_expert must be .*\[16\].*got \[15\]"),
-    ({"tokens_per_expert": torch.ones(16, 1)}, ValueError, r"tokens_per_expert must be .*got \[16, 1\]"),
-    ({"tokens_per_expert": torch.ones(16).half()}, TypeError, "tokens_per_expert must be .*got float16"),
-    ({"tokens_per_expert": torch.ones(16, device="meta")}, ValueError,
-     "tokens_per_expert must be on the device of probs, cpu, got meta"),
+    (
+        {"probs": torch.rand(30)},
+        ValueError,
+        r"probs must be of shape \[tokens, columns\], got \[30\]",
+    ),
+    (
+        {"probs": torch.ones(30, 16, dtype=torch.int64)},
+        TypeError,
+        "probs must be float32, bfloat16, float16 or float64, got int64",
+    ),
+    (
+        {"tokens_per_expert": torch.ones(15)},
+        ValueError,
+        r"tokens_per_expert must be .*\[16\].*got \[15\]",
+    ),
+    (
+        {"tokens_per_expert": torch.ones(16, 1)},
+        ValueError,
+        r"tokens_per_expert must be .*got \[16, 1\]",
+    ),
+    (
+        {"tokens_per_expert": torch.ones(16).half()},
+        TypeError,
+        "tokens_per_expert must be .*got float16",
+    ),
+    (
+        {"tokens_per_expert": torch.ones(16, device="meta")},
+        ValueError,
+        "tokens_per_expert must be on the device of probs, cpu, got meta",
+    ),
     ({"num_experts": 6}, ValueError, r"columns a multiple of num_experts = 6, got \[30, 16\]"),
     ({"num_experts": 0}, ValueError, "num_experts must be at least 1, got 0"),
     ({"num_experts": 8.0}, TypeError, "num_experts must be an int, got float"),
@@ -237,18 +275,37 @@ BAD_CALLS = [
     ({"coeff": "1"}, TypeError, "coeff must be a number, got str"),
     ({"total_num_tokens": 0}, ValueError, "total_num_tokens must be at least 1, got 0"),
     ({"total_num_tokens": -3}, ValueError, "total_num_tokens must be at least 1, got -3"),
-    ({"total_num_tokens": 30.0}, TypeError, "total_num_tokens must be a Tensor or an int, got float"),
+    (
+        {"total_num_tokens": 30.0},
+        TypeError,
+        "total_num_tokens must be a Tensor or an int, got float",
+    ),
     ({"total_num_tokens": torch.ones(2)}, ValueError, r"total_num_tokens must be .*got \[2\]"),
-    ({"total_num_tokens": torch.ones(1).half()}, TypeError, "total_num_tokens must be .*got float16"),
+    (
+        {"total_num_tokens": torch.ones(1).half()},
+        TypeError,
+        "total_num_tokens must be .*got float16",
+    ),
     ({"total_num_tokens": torch.ones(1, device="meta")}, ValueError, "total_num_tokens must be on"),
     ({"workspace": 64}, TypeError, "workspace must be a Tensor, got int"),
     ({"workspace": torch.empty(64)}, TypeError, "workspace must be uint8, got float32"),
-    ({"workspace": torch.empty(64, dtype=torch.uint8, device="meta")}, ValueError, "workspace must be on"),
-    ({"workspace": torch.empty(0, dtype=torch.uint8)}, ValueError,
-     "workspace must be at least 16 bytes long, got 0 bytes"),
+    (
+        {"workspace": torch.empty(64, dtype=torch.uint8, device="meta")},
+        ValueError,
+        "workspace must be on",
+    ),
+    (
+        {"workspace": torch.empty(0, dtype=torch.uint8)},
+        ValueError,
+        "workspace must be at least 16 bytes long, got 0 bytes",
+    ),
     ({"workspace": torch.empty(8, 8, dtype=torch.uint8)}, ValueError, "workspace must be of shape"),
     ({"workspace": misaligned(64)}, ValueError, "workspace must be aligned to 16 bytes"),
-    ({"workspace": torch.empty(128, dtype=torch.uint8)[::2]}, ValueError, "workspace must be contiguous"),
+    (
+        {"workspace": torch.empty(128, dtype=torch.uint8)[::2]},
+        ValueError,
+        "workspace must be contiguous",
+    ),
 ]
 
 

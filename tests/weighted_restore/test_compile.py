@@ -61,17 +61,25 @@ def test_the_workspace_is_written_in_place_without_a_clone():
     compiled = torch.compile(twice, fullgraph=True)
     out, (code,) = run_and_get_code(compiled, rows, scores, indices, addend, workspace)
     assert_same_bits(out, twice(rows, scores, indices, addend, workspace))
-    assert_expected_inline(calls_in_generated_code(code), """\
+    assert_expected_inline(
+        calls_in_generated_code(code),
+        """\
 torch.ops.moe.invert_permutation.default(input0, 48, input1)
 buf2 = torch.ops.moe.weighted_restore_gather.default(input2, input3, input0, input4, input1)
 torch.ops.moe.invert_permutation.default(input0, 48, input1)
-buf7 = torch.ops.moe.weighted_restore_gather.default(input2, input3, input0, buf3, input1)""")
+buf7 = torch.ops.moe.weighted_restore_gather.default(input2, input3, input0, buf3, input1)""",
+    )
 
 
 def test_two_calls_share_a_workspace_and_keep_their_own_gradients():
     a, b = make(16), make(16, seed=1)
     workspace = maximum_workspace()
-    leaves = [a[0].requires_grad_(), a[1].requires_grad_(), b[0].requires_grad_(), b[1].requires_grad_()]
+    leaves = [
+        a[0].requires_grad_(),
+        a[1].requires_grad_(),
+        b[0].requires_grad_(),
+        b[1].requires_grad_(),
+    ]
 
     def both(ar, ascore, br, bscore):
         first = weighted_restore(ar, ascore, a[2], None, workspace)

@@ -16,12 +16,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 NAMES = ("result", "gradient of rows", "gradient of scores", "gradient of addend")
 
 
-def make(num_tokens, topk, hidden, dtype=torch.bfloat16, scores_dtype=torch.float32, seed=0, **options):
+def make(
+    num_tokens, topk, hidden, dtype=torch.bfloat16, scores_dtype=torch.float32, seed=0, **options
+):
     """(rows, top_scores, token_indices_sorted, addend, gradient of the result) on the CPU."""
     scores, indices = make_assignments(num_tokens, topk, max(16, topk), seed=seed, **options)
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randn(n, hidden, generator=generator).to(dtype)  # noqa: E731
-    return draw(indices.shape[0]), scores.to(scores_dtype), indices, draw(num_tokens), draw(num_tokens)
+    return (
+        draw(indices.shape[0]),
+        scores.to(scores_dtype),
+        indices,
+        draw(num_tokens),
+        draw(num_tokens),
+    )
 
 
 def result_and_gradients(rows, scores, indices, addend, grad, function=weighted_restore, **options):
@@ -54,7 +62,15 @@ def test_padding_duplicates_drops_and_strides():
     indices[5:9] = indices[indices >= 0][-1]
     check((rows, scores, indices, addend, grad))
     check((rows[:-70], scores, indices[:-70].int(), addend, grad))
-    check((rows.t().contiguous().t(), scores, indices, addend, torch.ones((), dtype=grad.dtype).expand(100, 96)))
+    check(
+        (
+            rows.t().contiguous().t(),
+            scores,
+            indices,
+            addend,
+            torch.ones((), dtype=grad.dtype).expand(100, 96),
+        )
+    )
     check((rows, scores, indices, addend, torch.cat([grad, grad], 1)[:, 96:]))
 
 
@@ -116,7 +132,8 @@ def test_reduce_overhead_skips_no_cuda_graph(given):
     workspace = make_workspace(weighted_restore_workspace_size(500, 4), "cuda") if given else None
     compiled = torch.compile(
         lambda r, s, i, a: weighted_restore(r, s, i, a, workspace),
-        fullgraph=True, mode="reduce-overhead",
+        fullgraph=True,
+        mode="reduce-overhead",
     )
     for seed in range(6):
         call = [x.cuda() for x in make(500, 4, 256, seed=seed)]

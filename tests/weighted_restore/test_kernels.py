@@ -36,7 +36,14 @@ def run(rows, scores, indices, addend, grad, device, num_warps=4, max_block_h=10
     grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
     grad_scores = empty(*scores.shape, dtype=scores.dtype, device=device)
     kernels.weighted_restore_backward(
-        grad, rows, scores, indices, slots, grad_rows, grad_scores, num_warps=num_warps,
+        grad,
+        rows,
+        scores,
+        indices,
+        slots,
+        grad_rows,
+        grad_scores,
+        num_warps=num_warps,
         max_block_k=max_block_k,
     )
     return out, inverse, grad_rows, grad_scores
@@ -65,7 +72,13 @@ def inputs(num_tokens, topk, hidden, dtype=torch.float32, scores_dtype=torch.flo
     scores, indices = make_assignments(num_tokens, topk, max(8, topk), **options)
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randn(n, hidden, generator=generator).to(dtype)  # noqa: E731
-    return draw(indices.shape[0]), scores.to(scores_dtype), indices, draw(num_tokens), draw(num_tokens)
+    return (
+        draw(indices.shape[0]),
+        scores.to(scores_dtype),
+        indices,
+        draw(num_tokens),
+        draw(num_tokens),
+    )
 
 
 @pytest.mark.parametrize(("dtype", "scores_dtype"), list(itertools.product(DTYPES, DTYPES)))
@@ -142,9 +155,17 @@ def test_extreme_magnitudes(magnitude, kernel_device):
 
 def test_no_launch_choice_changes_a_bit(kernel_device):
     call = inputs(6, 5, 1000, torch.bfloat16)
-    for num_warps, max_block_h, max_block_k in [(1, 64, 1), (2, 256, 2), (4, 1024, 16), (8, 2048, 8)]:
+    for num_warps, max_block_h, max_block_k in [
+        (1, 64, 1),
+        (2, 256, 2),
+        (4, 1024, 16),
+        (8, 2048, 8),
+    ]:
         check(
-            *call, kernel_device, num_warps=num_warps, max_block_h=max_block_h,
+            *call,
+            kernel_device,
+            num_warps=num_warps,
+            max_block_h=max_block_h,
             max_block_k=max_block_k,
         )
 
@@ -167,9 +188,7 @@ def test_garbage_in_the_inverse_is_bounded(kernel_device):
     garbage = torch.tensor([-5, 18, 2**31 - 1, -(2**31), 3, 3], dtype=torch.int32).repeat(3)
     out = empty(9, 40, dtype=rows.dtype, device=kernel_device)
     slots = torch.full((9, 2), 12345, dtype=torch.int32, device=kernel_device)
-    kernels.weighted_restore(
-        rows, scores, garbage.to(kernel_device), addend, out, slots
-    )
+    kernels.weighted_restore(rows, scores, garbage.to(kernel_device), addend, out, slots)
     assert slots.flatten().cpu().tolist() == [-1, -1, -1, -1, 3, 3] * 3
     grads = [empty(*x.shape, dtype=x.dtype, device=kernel_device) for x in (rows, scores)]
     kernels.weighted_restore_backward(grad, rows, scores, indices, slots, *grads)

@@ -19,7 +19,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 OP = torch.ops.moe.weighted_restore.default
 
 
-def make(num_tokens=7, topk=3, hidden=20, dtype=torch.float32, scores_dtype=torch.float32, **options):
+def make(
+    num_tokens=7, topk=3, hidden=20, dtype=torch.float32, scores_dtype=torch.float32, **options
+):
     """(rows, top_scores, token_indices_sorted, addend)"""
     scores, indices = make_assignments(num_tokens, topk, 8, **options)
     generator = torch.Generator().manual_seed(2)
@@ -106,8 +108,9 @@ def test_gradients_against_a_float64_oracle(dtype, scores_dtype):
     expected = torch.autograd.grad(reference_out, theirs, grad.double())
     magnitudes = [
         expected[0].abs(),
-        torch.autograd.grad(oracle(rows.double().abs(), theirs[1], indices)[0], theirs[1],
-                            grad.double().abs())[0],
+        torch.autograd.grad(
+            oracle(rows.double().abs(), theirs[1], indices)[0], theirs[1], grad.double().abs()
+        )[0],
         expected[2].abs(),
     ]
     for actual, exact, magnitude, tensor in zip(grads, expected, magnitudes, ours, strict=True):
@@ -135,9 +138,7 @@ def test_gradients_against_autograd_through_the_reference():
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("case", ["whole", "dropped", "duplicate"])
 def test_gradcheck(alignment, case):
-    rows, scores, indices, addend = make(
-        4, 2, 5, torch.float64, torch.float64, alignment=alignment
-    )
+    rows, scores, indices, addend = make(4, 2, 5, torch.float64, torch.float64, alignment=alignment)
     if case == "dropped":
         rows, indices = rows[:-3], indices[:-3]
     elif case == "duplicate":
@@ -152,7 +153,9 @@ def test_gradcheck(alignment, case):
 @pytest.mark.parametrize(
     ("rows_grad", "scores_grad", "addend_grad"), list(itertools.product([False, True], repeat=3))
 )
-def test_only_the_gradients_asked_for_are_computed(rows_grad, scores_grad, addend_grad, monkeypatch):
+def test_only_the_gradients_asked_for_are_computed(
+    rows_grad, scores_grad, addend_grad, monkeypatch
+):
     rows, scores, indices, addend = make()
     if not (rows_grad or scores_grad or addend_grad):
         assert not weighted_restore(rows, scores, indices, addend).requires_grad
@@ -255,8 +258,12 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch():
     out = weighted_restore(rows, scores, indices, addend)
     for token in range(9):
         own = indices // 3 == token
-        alone = weighted_restore(rows[own], scores[token : token + 1], indices[own] - 3 * token,
-                                 addend[token : token + 1])
+        alone = weighted_restore(
+            rows[own],
+            scores[token : token + 1],
+            indices[own] - 3 * token,
+            addend[token : token + 1],
+        )
         assert_same_bits(alone[0], out[token])
 
 
@@ -270,7 +277,9 @@ def test_any_strides_of_inputs_and_gradients():
     ]
     expected = weighted_restore(inputs[0], inputs[1], indices, inputs[2])
     assert_same_bits(
-        weighted_restore(strided[0], strided[1], indices.repeat_interleave(2)[::2].int(), strided[2]),
+        weighted_restore(
+            strided[0], strided[1], indices.repeat_interleave(2)[::2].int(), strided[2]
+        ),
         expected,
     )
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
@@ -305,8 +314,13 @@ def test_garbage_in_the_scratch_is_bounded():
 
 def bad(change):
     rows, scores, indices, addend = make()
-    call = {"rows": rows, "top_scores": scores, "token_indices_sorted": indices, "addend": addend,
-            "workspace": None}
+    call = {
+        "rows": rows,
+        "top_scores": scores,
+        "token_indices_sorted": indices,
+        "addend": addend,
+        "workspace": None,
+    }
     return {**call, **change}
 
 
@@ -314,27 +328,72 @@ BAD_CALLS = [
     ({"rows": None}, TypeError, "rows must be a Tensor, got NoneType"),
     ({"rows": torch.rand(21)}, ValueError, r"rows must be of shape \[N, H\], got \[21\]"),
     ({"rows": torch.ones(21, 20, dtype=torch.int8)}, TypeError, "rows must be float32.*got int8"),
-    ({"top_scores": torch.rand(())}, ValueError, r"top_scores must be of shape \[\*, K\].*got \[\]"),
+    (
+        {"top_scores": torch.rand(())},
+        ValueError,
+        r"top_scores must be of shape \[\*, K\].*got \[\]",
+    ),
     ({"top_scores": torch.rand(7, 0)}, ValueError, r"top_scores must be .*K >= 1, got \[7, 0\]"),
-    ({"top_scores": torch.ones(7, 3, dtype=torch.int64)}, TypeError, "top_scores must be .*got int64"),
-    ({"top_scores": torch.rand(7, 3, device="meta")}, ValueError, "top_scores must be on the device"),
-    ({"token_indices_sorted": torch.arange(20)}, ValueError,
-     r"token_indices_sorted must be of shape \[N\] = \[21\].*got \[20\]"),
-    ({"token_indices_sorted": torch.arange(21)[:, None]}, ValueError, r"token_indices_sorted .*got \[21, 1\]"),
-    ({"token_indices_sorted": torch.arange(21.0)}, TypeError,
-     "token_indices_sorted must be int32 or int64, got float32"),
-    ({"token_indices_sorted": torch.arange(21, device="meta")}, ValueError, "token_indices_sorted must be on"),
+    (
+        {"top_scores": torch.ones(7, 3, dtype=torch.int64)},
+        TypeError,
+        "top_scores must be .*got int64",
+    ),
+    (
+        {"top_scores": torch.rand(7, 3, device="meta")},
+        ValueError,
+        "top_scores must be on the device",
+    ),
+    (
+        {"token_indices_sorted": torch.arange(20)},
+        ValueError,
+        r"token_indices_sorted must be of shape \[N\] = \[21\].*got \[20\]",
+    ),
+    (
+        {"token_indices_sorted": torch.arange(21)[:, None]},
+        ValueError,
+        r"token_indices_sorted .*got \[21, 1\]",
+    ),
+    (
+        {"token_indices_sorted": torch.arange(21.0)},
+        TypeError,
+        "token_indices_sorted must be int32 or int64, got float32",
+    ),
+    (
+        {"token_indices_sorted": torch.arange(21, device="meta")},
+        ValueError,
+        "token_indices_sorted must be on",
+    ),
     ({"addend": torch.rand(7, 19)}, ValueError, r"addend must be .*\[7, 20\], got \[7, 19\]"),
     ({"addend": torch.rand(1, 7, 20)}, ValueError, r"addend must be .*got \[1, 7, 20\]"),
     ({"addend": torch.rand(7, 20).half()}, TypeError, "addend must be float32, got float16"),
     ({"addend": torch.rand(7, 20, device="meta")}, ValueError, "addend must be on"),
     ({"workspace": "big"}, TypeError, "workspace must be a Tensor, got str"),
-    ({"workspace": torch.empty(96, dtype=torch.int8)}, TypeError, "workspace must be uint8, got int8"),
-    ({"workspace": torch.empty(80, dtype=torch.uint8)}, ValueError,
-     "workspace must be at least 96 bytes long, got 80 bytes"),
-    ({"workspace": torch.empty(97, dtype=torch.uint8)[1:]}, ValueError, "workspace must be aligned"),
-    ({"workspace": torch.empty(192, dtype=torch.uint8)[::2]}, ValueError, "workspace must be contiguous"),
-    ({"workspace": torch.empty(96, dtype=torch.uint8, device="meta")}, ValueError, "workspace must be on"),
+    (
+        {"workspace": torch.empty(96, dtype=torch.int8)},
+        TypeError,
+        "workspace must be uint8, got int8",
+    ),
+    (
+        {"workspace": torch.empty(80, dtype=torch.uint8)},
+        ValueError,
+        "workspace must be at least 96 bytes long, got 80 bytes",
+    ),
+    (
+        {"workspace": torch.empty(97, dtype=torch.uint8)[1:]},
+        ValueError,
+        "workspace must be aligned",
+    ),
+    (
+        {"workspace": torch.empty(192, dtype=torch.uint8)[::2]},
+        ValueError,
+        "workspace must be contiguous",
+    ),
+    (
+        {"workspace": torch.empty(96, dtype=torch.uint8, device="meta")},
+        ValueError,
+        "workspace must be on",
+    ),
 ]
 
 

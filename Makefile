@@ -1,0 +1,28 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/python compile_examples/train_moe.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m kernels
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# pip fetches into a fresh environment only when what is asked for has changed.
+$(INSTALLED): pyproject.toml requirements-dev.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}; choose another with make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) out
