@@ -169,6 +169,8 @@ def test_reduce_overhead_skips_no_cuda_graph():
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for _ in range(5):
         x = torch.randn(64, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        # A gradient kept from the last step would lie in memory that this step's replay reuses.
+        layer.zero_grad(set_to_none=True)
         torch.compiler.cudagraph_mark_step_begin()
         out, loss, _ = compiled(x)
         (out.float().square().mean() + loss).backward()

@@ -51,7 +51,8 @@ def loss_from_tile_sums(
     Both are 0 where the total is 0.
     """
     total = torch.as_tensor(total_num_tokens, device=sums.device).reshape(()).to(torch.float64)
-    scale = (num_experts * coeff / topk) / total / total
+    # A Python float over a tensor is a reciprocal times the float, which rounds once more.
+    scale = torch.full_like(total, num_experts * coeff / topk) / total / total
     zero = sums.new_zeros(())
     scale = torch.where(total == 0, zero, scale.to(sums.dtype))
     return torch.where(total == 0, zero, scale * tree_sum(sums, dim=0)), scale

@@ -1,1 +1,1 @@
-"""Measurements on a GPU: ``python -m moe_custom_ops.benchmarks.aux_loss`` and so on."""
+"""Measurements on a GPU: ``python -m moe_custom_ops.benchmarks``."""

@@ -130,23 +130,18 @@ def _weighted_restore_backward_kernel(
             score = tl.load(scores_ptr + pid * stride_st + ks * stride_sk, mask=ks < K, other=0.0)
             score = score.to(ACC)
             acc = tl.zeros([BLOCK_K, LANES], ACC)
+            row_ptrs = rows_ptr + slots[:, None] * stride_rn
             for start in range(0, num_columns, LANES):
-                columns = start + lanes
+                columns = start + lanes.to(tl.int64)
                 mask = held & (columns < num_columns)[None, :]
                 grad = tl.load(
-                    grad_ptr + pid * stride_gt + columns.to(tl.int64) * stride_gh,
+                    grad_ptr + pid * stride_gt + columns * stride_gh,
                     mask=columns < num_columns,
                     other=0.0,
                 ).to(ACC)[None, :]
                 if NEED_SCORES:
-                    row = tl.load(
-                        rows_ptr
-                        + slots[:, None] * stride_rn
-                        + columns.to(tl.int64)[None, :] * stride_rh,
-                        mask=mask,
-                        other=0.0,
-                    ).to(ACC)
-                    acc = acc + tl.where(mask, grad * row, 0.0)
+                    row = tl.load(row_ptrs + columns[None, :] * stride_rh, mask=mask, other=0.0)
+                    acc = acc + tl.where(mask, grad * row.to(ACC), 0.0)
                 if NEED_ROWS:
                     tl.store(
                         grad_rows_ptr + slots[:, None] * stride_on + columns[None, :],
