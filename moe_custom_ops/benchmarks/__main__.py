@@ -94,9 +94,8 @@ def main() -> None:
         raise SystemExit("these times need an NVIDIA GPU, and none is visible")
     device = torch.device("cuda", torch.cuda.current_device())
     ceiling = copy_rate(device)
-    print(
-        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    )
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+    print(f"{torch.cuda.get_device_name(device)}, {versions}")
     print(f"copy: {ceiling / 1e3:.0f} GB/s, reads and writes counted")
     print(f"{'':44}{'us':>8}{'GB/s':>8}{'% copy':>8}{'eager us':>10}{'ratio':>7}")
 
