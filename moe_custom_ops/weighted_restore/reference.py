@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..fixed_order import accumulator_dtype, cast, tree_sum
 
-# Lanes of the score gradient's accumulator: lane h % 1024 adds its products in ascending order of
-# h, then a tree adds the lanes. Every backend has this width: no block shape can change a bit.
-# On an H200, 1024 took 0.89 of the time of 256 at (T 8192, K 8, H 2048), 0.44 at (32, 8, 7168).
-ACCUMULATOR_LANES = 1024
+# Lanes of the score gradient's accumulator: lane h % 512 adds its products in ascending order of h,
+# then a tree adds the lanes. Every backend has this width: no block shape can change a bit. On an
+# H200, 256 took 1.00 of the time of 512 at (T 8192, K 8, H 2048) and 1.40 at (32, 8, 7168); 1024
+# took 1.12 and 0.94.
+ACCUMULATOR_LANES = 512
 
 
 def invert(token_indices_sorted: Tensor, num_assignments: int) -> Tensor:
