@@ -264,7 +264,7 @@ def train(
             step_bits.item()  # waits for the device; this step compiled and is not timed
             clock = time.perf_counter()
         if step in report_steps:
-            relative_load = load.cpu() * config.experts
+            relative = load.cpu() * config.experts
             seconds += time.perf_counter() - clock
             tokens_per_second = (step - 1) * inputs.numel() / seconds
             result = evaluate(loss_function, model, held_out, held_out_starts, config.seq_len)
@@ -274,7 +274,7 @@ def train(
             progress.write(
                 f"{name}: step {step:4} of {config.steps}, validation {result:.3f} bits per byte, "
                 f"{tokens_per_second:,.0f} tokens/s, "
-                f"expert load {relative_load.min():.2f} to {relative_load.max():.2f} of an even share"
+                f"expert load {relative.min():.2f} to {relative.max():.2f} of an even share"
             )
             clock = time.perf_counter()
 
@@ -302,7 +302,8 @@ def plot(run: Run, entropy: float, config: Config, path: Path) -> None:
     losses, loads = figure.subplots(1, 2)
     losses.plot(*run.train.values(), label="training")
     losses.plot(*run.validation.values(), "o-", label="held-out text", clip_on=False)
-    losses.axhline(entropy, color="gray", linestyle="--", label="unigram entropy of the text")
+    label = f"unigram entropy of the text, {entropy:.2f}"
+    losses.axhline(entropy, color="gray", linestyle="--", label=label)
     final = run.validation["bits_per_byte"][-1]
     losses.set_title(f"Loss: {final:.2f} bits per byte on held-out text")
     losses.set(xlabel="step", ylabel="bits per byte", xlim=(0, config.steps))
@@ -314,7 +315,7 @@ def plot(run: Run, entropy: float, config: Config, path: Path) -> None:
     extent = (0, config.steps, len(load), 0)
     colors = {"cmap": "RdBu_r", "vmin": 0, "vmax": 2}
     image = loads.imshow(load, aspect="auto", interpolation="nearest", extent=extent, **colors)
-    figure.colorbar(image, ax=loads, extend="max", label="assignments, 1 = an even share")
+    figure.colorbar(image, ax=loads, extend="max", label="share of the assignments (1 = even)")
     for layer in range(1, config.layers):
         loads.axhline(layer * config.experts, color="black", linewidth=1.5)
     centres = [(layer + 0.5) * config.experts for layer in range(config.layers)]
