@@ -4,12 +4,14 @@ Importing this module needs triton; ops import it at their first CUDA call.
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -19,6 +21,17 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 @triton.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
+
+
+@triton.jit
+def wait_for_previous_kernel(OVERLAP: tl.constexpr):
+    """Let the next kernel's programs be placed, and wait until the previous kernel has ended.
+
+    A kernel launched with ``overlap=True`` calls this before it touches memory.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -62,16 +75,32 @@ def next_power_of_2(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    """Programmatic dependent launch came with compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def launch(
-    kernel: Any, num_programs: int, device: torch.device, *args: Any, **options: Any
+    kernel: Any,
+    num_programs: int,
+    device: torch.device,
+    *args: Any,
+    overlap: bool = False,
+    **options: Any,
 ) -> None:
     """Launch ``num_programs`` programs of ``kernel`` on the current stream of ``device``.
+
+    ``overlap`` hides the latency of the launch behind the end of the kernel before it, where the
+    device can; the kernel then takes an argument ``OVERLAP``.
 
     Floating-point contraction is off: a fused multiply-add rounds once where the order of
     operations that the reference shares rounds twice.
     """
     if num_programs == 0:
         return
+    if overlap:
+        options["OVERLAP"] = options["launch_pdl"] = _can_overlap(device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         kernel[(num_programs,)](*args, enable_fp_fusion=False, **options)

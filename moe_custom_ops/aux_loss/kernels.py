@@ -7,7 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fixed_order import accumulator_dtype
-from ..triton_common import TRITON_DTYPES, launch, next_power_of_2, tree_sum, tree_sum_rows
+from ..triton_common import (
+    TRITON_DTYPES,
+    launch,
+    next_power_of_2,
+    tree_sum,
+    tree_sum_rows,
+    wait_for_previous_kernel,
+)
 from .reference import num_tiles, tile_tokens
 
 MIN_CHUNK_COLUMNS = 64
@@ -65,16 +72,18 @@ def _aux_loss_tile_sums_kernel(
     GROUPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     columns = (pid % CHUNKS) * BLOCK_C + tl.arange(0, BLOCK_C)
     column_mask = columns < num_columns
+    counts = tl.load(tokens_per_expert_ptr + columns * stride_n, mask=column_mask, other=0).to(ACC)
     # Each thread adds the tokens of its own group; only the groups are added across threads.
     GROUP_TOKENS: tl.constexpr = BLOCK_T // GROUPS
     tokens = (pid // CHUNKS) * BLOCK_T + tl.arange(0, GROUPS) * GROUP_TOKENS
     ptrs = probs_ptr + tokens[:, None] * stride_t + columns[None, :] * stride_c
     sums = _sum_tokens(ptrs, tokens, num_tokens, stride_t, column_mask, GROUP_TOKENS, ACC)
-    counts = tl.load(tokens_per_expert_ptr + columns * stride_n, mask=column_mask, other=0).to(ACC)
     products = tree_sum_rows(sums) * counts
     tl.store(partials_ptr + pid + tl.arange(0, 1), tree_sum(tl.reshape(products, [1, BLOCK_C])))
 
@@ -92,7 +101,9 @@ def _aux_loss_from_tile_sums_kernel(
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
     DEVICE_TOTAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous_kernel(OVERLAP)
     offsets = tl.arange(0, BLOCK).to(tl.int64)
     slots = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
@@ -146,6 +157,7 @@ def tile_sums(
         BLOCK_C=block_c,
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         num_warps=num_warps,
+        overlap=True,
     )
 
 
@@ -173,4 +185,5 @@ def loss_from_tile_sums(
         ACC=TRITON_DTYPES[loss.dtype],
         DEVICE_TOTAL=total is not None,
         num_warps=4,
+        overlap=True,
     )
