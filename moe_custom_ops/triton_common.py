@@ -19,7 +19,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.constexpr_function
-def _log2(n):
+def log2(n):
     return n.bit_length() - 1
 
 
@@ -41,7 +41,7 @@ def tree_sum(x):
     A sum of two is one commutative addition, so the layout that the compiler picks cannot change
     the order. Adjacent pairs stay in a thread, then in a warp.
     """
-    levels: tl.constexpr = _log2(x.shape[1])
+    levels: tl.constexpr = log2(x.shape[1])
     for _ in tl.static_range(levels):
         x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
     return tl.reshape(x, [x.shape[0]])
@@ -50,7 +50,7 @@ def tree_sum(x):
 @triton.jit
 def tree_sum_rows(x):
     """Sum of [M, N] over its first axis, M a power of two, by a tree of adjacent pairs: [N]."""
-    levels: tl.constexpr = _log2(x.shape[0])
+    levels: tl.constexpr = log2(x.shape[0])
     for _ in tl.static_range(levels):
         x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), axis=1)
     return tl.reshape(x, [x.shape[1]])
