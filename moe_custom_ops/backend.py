@@ -18,7 +18,7 @@ def load_kernels(package: str) -> ModuleType:
     Neither falls back to another implementation: whoever measures the kernels measures them.
     """
     op = package.rpartition(".")[2]
-    alternative = f"move its inputs to the CPU, or call {package}.reference on them as they are"
+    alternative = "move its inputs to the CPU, where plain PyTorch gives the same bits"
     if torch.version.hip is not None:
         raise NotImplementedError(
             f"{op}: the CUDA kernels are not supported on ROCm; {alternative}"
@@ -28,6 +28,6 @@ def load_kernels(package: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"{op}: the CUDA kernels need triton >= 3.6, which cannot be imported; "
-            f"install it, {alternative}"
+            f"install it, or {alternative}"
         ) from error
     return importlib.import_module(f"{package}.kernels")

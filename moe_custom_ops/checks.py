@@ -39,18 +39,30 @@ def type_(condition: bool, op: str, argument: str, expected: str, got: object) -
         raise TypeError(f"{op}: {argument} must be {expected}, got {got}")
 
 
+def _type_name(thing: object) -> str:
+    kind = type(thing)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 def is_tensor(op: str, argument: str, tensor: object) -> None:
-    type_(isinstance(tensor, Tensor), op, argument, "a Tensor", type(tensor).__name__)
+    type_(isinstance(tensor, Tensor), op, argument, "a Tensor", _type_name(tensor))
 
 
 def is_integer(op: str, argument: str, number: object, expected: str = "an int") -> None:
     is_int = isinstance(number, int | torch.SymInt) and not isinstance(number, bool)
-    type_(is_int, op, argument, expected, type(number).__name__)
+    type_(is_int, op, argument, expected, _type_name(number))
+    _fits_int64(op, argument, number)
 
 
 def is_number(op: str, argument: str, number: object) -> None:
     numeric = isinstance(number, int | float | torch.SymInt | torch.SymFloat)
-    type_(numeric and not isinstance(number, bool), op, argument, "a number", type(number).__name__)
+    type_(numeric and not isinstance(number, bool), op, argument, "a number", _type_name(number))
+    _fits_int64(op, argument, number)
+
+
+def _fits_int64(op: str, argument: str, number: object) -> None:
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise ValueError(f"{op}: {argument} must fit 64 bits, got {number}")
 
 
 def integer(op: str, argument: str, number: object, minimum: int) -> None:
@@ -75,6 +87,7 @@ def rank(op: str, argument: str, tensor: Tensor, expected: str) -> None:
 
 
 def supported_device(op: str, argument: str, tensor: Tensor) -> None:
+    value(tensor.layout == torch.strided, op, argument, "a dense tensor", tensor.layout)
     value(
         tensor.device.type in DEVICE_TYPES,
         op,

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 
-def has_native(x: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes ``x`` without reading the offsets on the host."""
+def has_native(x: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes both without reading the offsets on the host.
+
+    It needs rows of a multiple of 16 bytes, in the operands and in the result.
+    """
     return (
         x.device.type == "cuda"
         and x.dtype == torch.bfloat16
         and torch.cuda.get_device_capability(x.device) >= (9, 0)
-        and all(size * x.dtype.itemsize % 16 == 0 for size in x.shape[-1:])
+        and all(size * x.dtype.itemsize % 16 == 0 for size in weight.shape[-2:])
     )
 
 
@@ -33,7 +36,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         [N, out]. Rows past ``offsets[-1]`` are unspecified.
     """
-    if has_native(x):
+    if has_native(x, weight):
         return torch.nn.functional.grouped_mm(x, weight, offs=offsets)
     return torch.ops.moe.grouped_mm_fallback(x, weight, offsets)
 

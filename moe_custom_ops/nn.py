@@ -1,10 +1,12 @@
 """Modules over the ops. Each owns its workspace as a non-persistent buffer."""
 
+import contextlib
 import math
 
 import torch
 from torch import Tensor, nn
 
+from . import checks
 from .aux_loss import aux_loss, aux_loss_workspace_size
 from .grouped_mm import grouped_mm
 from .weighted_restore import weighted_restore, weighted_restore_workspace_size
@@ -37,6 +39,10 @@ class AuxLoss(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("num_experts", num_experts), ("topk", topk)):
+            checks.integer("AuxLoss", name, size, 1)
+        checks.is_number("AuxLoss", "coeff", coeff)
+        checks.integer("AuxLoss", "max_tokens", max_tokens, 0)
         self.num_experts, self.topk, self.coeff = num_experts, topk, coeff
         self.max_tokens = max_tokens
         size = aux_loss_workspace_size(max_tokens, num_columns or num_experts, dtype)
@@ -46,6 +52,7 @@ class AuxLoss(nn.Module):
     def forward(
         self, probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: Tensor | int
     ) -> Tensor:
+        _check_tokens("AuxLoss", probs.shape[0], self.max_tokens)
         return aux_loss(
             probs,
             tokens_per_expert,
@@ -77,6 +84,8 @@ class WeightedRestore(nn.Module):
         self, max_tokens: int, topk: int, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        checks.integer("WeightedRestore", "max_tokens", max_tokens, 0)
+        checks.integer("WeightedRestore", "topk", topk, 1)
         self.max_tokens, self.topk = max_tokens, topk
         size = weighted_restore_workspace_size(max_tokens, topk)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
@@ -89,6 +98,7 @@ class WeightedRestore(nn.Module):
         token_indices_sorted: Tensor,
         addend: Tensor | None = None,
     ) -> Tensor:
+        _check_tokens("WeightedRestore", top_scores.shape[:-1].numel(), self.max_tokens)
         return weighted_restore(rows, top_scores, token_indices_sorted, addend, self.workspace)
 
     def extra_repr(self) -> str:
@@ -99,8 +109,9 @@ class MoE(nn.Module):
     """Mixture-of-experts feed-forward layer: softmax router, top-k, SwiGLU experts, no dropping.
 
     Compiles with ``fullgraph=True`` into one graph for all token counts, with no host sync on a
-    GPU. The router works in float32 whatever the dtype of the layer; top-k scores are normalised to
-    sum to one.
+    GPU. The experts work in the dtype of their weights, or in autocast's where that is on, and the
+    output has that dtype. The router works in float32 always; top-k scores are normalised to sum to
+    one.
 
     Args:
         hidden_size: width H of the tokens.
@@ -133,8 +144,17 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= topk <= num_experts:
-            raise ValueError(f"MoE: topk must be from 1 to num_experts = {num_experts}, got {topk}")
+        for name, size, minimum in (
+            ("hidden_size", hidden_size, 1),
+            ("intermediate_size", intermediate_size, 1),
+            ("num_experts", num_experts, 1),
+            ("topk", topk, 1),
+            ("max_tokens", max_tokens, 0),
+            ("shared_intermediate_size", shared_intermediate_size, 0),
+        ):
+            checks.integer("MoE", name, size, minimum)
+        if topk > num_experts:
+            raise ValueError(f"MoE: topk must be at most num_experts = {num_experts}, got {topk}")
         self.num_experts, self.topk = num_experts, topk
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -144,7 +164,9 @@ class MoE(nn.Module):
             shape = (num_experts, inputs, outputs)
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.router = nn.Linear(hidden_size, num_experts, bias=False, device=device)
+        self.router = nn.Linear(
+            hidden_size, num_experts, bias=False, device=device, dtype=torch.float32
+        )
         self.up = experts(hidden_size, 2 * intermediate_size)
         self.down = experts(intermediate_size, hidden_size)
         self.shared_up: nn.Linear | None = None
@@ -160,11 +182,15 @@ class MoE(nn.Module):
         for weight in (self.up, self.down):
             bound = 1 / math.sqrt(weight.shape[1])
             nn.init.uniform_(weight, -bound, bound)
+        for linear in (self.router, self.shared_up, self.shared_down):
+            if linear is not None:
+                linear.reset_parameters()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens = x.reshape(-1, x.shape[-1])
-        with torch.autocast(x.device.type, enabled=False):
-            probs = self.router(tokens.float()).softmax(-1)
+        with _no_autocast(x.device.type):
+            logits = nn.functional.linear(tokens.float(), self.router.weight.float())
+            probs = logits.softmax(-1)
         top_scores, expert_ids = probs.topk(self.topk)
         top_scores = top_scores / top_scores.sum(-1, keepdim=True)
 
@@ -174,9 +200,11 @@ class MoE(nn.Module):
         token_indices_sorted = expert_ids.flatten().argsort(stable=True)
 
         # Each assignment's copy is read once, so that no gradient is added by atomics.
-        copies = tokens.to(self.up.dtype).repeat_interleave(self.topk, dim=0)
-        rows = copies[token_indices_sorted]
-        rows = grouped_mm(_swiglu(grouped_mm(rows, self.up, offsets)), self.down, offsets)
+        dtype = _compute_dtype(self.up)
+        tokens = tokens.to(dtype)
+        rows = tokens.repeat_interleave(self.topk, dim=0)[token_indices_sorted]
+        hidden = _swiglu(grouped_mm(rows, self.up.to(dtype), offsets))
+        rows = grouped_mm(hidden, self.down.to(dtype), offsets)
 
         addend = None
         if self.shared_up is not None and self.shared_down is not None:
@@ -192,3 +220,24 @@ class MoE(nn.Module):
 def _swiglu(x: Tensor) -> Tensor:
     gate, value = x.chunk(2, dim=-1)
     return nn.functional.silu(gate) * value
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    device_type = weight.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype
+
+
+def _check_tokens(module: str, num_tokens: int, max_tokens: int) -> None:
+    if num_tokens > max_tokens:
+        raise ValueError(
+            f"{module}: its workspace is for at most max_tokens = {max_tokens} tokens, "
+            f"got {num_tokens}"
+        )

@@ -13,7 +13,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .fixed_order import next_power_of_2
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+# Columns of one program that sums a tile: 64 to 512.
+MIN_CHUNK_COLUMNS = 64
+MAX_CHUNK_COLUMNS = 512
+# Enough programs for every multiprocessor of a large GPU; below it, columns are cut finer.
+FEW_PROGRAMS = 512
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -62,17 +70,102 @@ def cast(x, dtype: tl.constexpr):
     if x.dtype == tl.float64 and (dtype == tl.bfloat16 or dtype == tl.float16):
         x = x.to(tl.float32)
     if INTERPRETED and x.dtype == tl.float32 and dtype == tl.bfloat16:
-        # The interpreter truncates this cast. Adding half of the last kept place, less one if that
-        # place is even, rounds the float's integer pattern to nearest even; NaN keeps its top bits.
+        # The interpreter truncates this cast, and garbles subnormals. Adding half of the last kept
+        # place, less one if that place is even, rounds the float's integer pattern to nearest even;
+        # NaN keeps its top bits.
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, rounded, bits | 0x400000)
-        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
 
 
-def next_power_of_2(n: int) -> int:
-    return triton.next_power_of_2(n)
+@triton.jit
+def widen(x, ACC: tl.constexpr):
+    """``x`` in the accumulator's dtype; exact, but for integers and float64 in a float32 sum."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True).to(ACC)
+    else:
+        return x.to(ACC)
+
+
+@triton.jit
+def sum_tokens(
+    ptrs,
+    token_mask_ptr,
+    tokens,
+    num_tokens,
+    stride_t,
+    stride_m,
+    column_mask,
+    COUNT: tl.constexpr,
+    ACC: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
+    """Tree over ``COUNT`` consecutive tokens of each group, in registers: [GROUPS, BLOCK_C].
+
+    ``ptrs`` and ``tokens`` are those of the groups' first tokens. A masked token is not read.
+    """
+    if COUNT == 1:
+        token_mask = tokens < num_tokens
+        if HAS_MASK:
+            kept = tl.load(token_mask_ptr + tokens * stride_m, mask=token_mask, other=0) != 0
+            token_mask = token_mask & kept
+        mask = token_mask[:, None] & column_mask[None, :]
+        return widen(tl.load(ptrs, mask=mask, other=0.0), ACC)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        left = sum_tokens(
+            ptrs,
+            token_mask_ptr,
+            tokens,
+            num_tokens,
+            stride_t,
+            stride_m,
+            column_mask,
+            HALF,
+            ACC,
+            HAS_MASK,
+        )
+        ptrs += HALF * stride_t
+        right = sum_tokens(
+            ptrs,
+            token_mask_ptr,
+            tokens + HALF,
+            num_tokens,
+            stride_t,
+            stride_m,
+            column_mask,
+            HALF,
+            ACC,
+            HAS_MASK,
+        )
+        return left + right
+
+
+def chunk_columns(num_tiles: int, num_columns: int) -> int:
+    """Columns per program: a subtree of the tree over columns, so no choice changes a bit."""
+    padded = next_power_of_2(num_columns)
+    columns = min(padded, MAX_CHUNK_COLUMNS)
+    while columns > MIN_CHUNK_COLUMNS and num_tiles * (padded // columns) < FEW_PROGRAMS:
+        columns //= 2
+    return columns
+
+
+def token_groups(
+    block_t: int, block_c: int, dtype: torch.dtype, num_programs: int, num_warps: int | None = None
+) -> tuple[int, int]:
+    """(warps, groups of tokens side by side that fill their threads with 16-byte loads)."""
+    threads_per_token = max(block_c * dtype.itemsize // 16, 1)
+    if num_warps is None:
+        num_warps = min(max(threads_per_token // 32, 2 if num_programs <= FEW_PROGRAMS else 1), 4)
+    return num_warps, min(max(32 * num_warps // threads_per_token, 1), block_t)
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
 
 
 @functools.cache

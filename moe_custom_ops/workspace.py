@@ -41,7 +41,9 @@ def make_workspace(num_bytes: int, device: torch.device | str | int | None = Non
     """
     checks.integer("make_workspace", "num_bytes", num_bytes, 0)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    torch._dynamo.mark_static_address(workspace)
+    # Inside a compiled region the workspace is one of its own buffers, with nothing to mark.
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(workspace)
     return workspace
 
 

@@ -47,3 +47,14 @@ def test_the_native_product_agrees_with_the_fallback():
     offsets = torch.tensor([16, 16, 96], dtype=torch.int32, device="cuda")
     fallback = torch.ops.moe.grouped_mm_fallback(x, weight, offsets)
     torch.testing.assert_close(grouped_mm(x, weight, offsets), fallback, rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("width_in", "width_out"), [(64, 20), (20, 64), (64, 64)])
+def test_widths_that_the_native_product_lacks_take_the_fallback(width_in, width_out):
+    x = torch.randn(16, width_in, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(3, width_in, width_out, dtype=torch.bfloat16, device="cuda")
+    offsets = torch.tensor([4, 8, 16], dtype=torch.int32, device="cuda")
+    out = grouped_mm(x, weight, offsets)
+    out.float().square().sum().backward()
+    assert out.shape == (16, width_out) and (x.grad != 0).any()

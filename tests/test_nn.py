@@ -102,13 +102,58 @@ def test_no_tokens():
     assert layer.router.weight.grad is not None and layer.up.grad is not None
 
 
-def test_the_router_works_in_float32_under_autocast():
-    layer = make_layer(dtype=torch.bfloat16)
-    x = torch.randn(8, HIDDEN, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shared", [0, 16])
+def test_autocast_runs_the_experts_in_its_dtype_and_the_router_in_float32(dtype, shared):
+    layer = make_layer(shared_intermediate_size=shared)
+    x = torch.randn(8, HIDDEN, requires_grad=True)
+    expected, expected_loss, _ = layer(x)
+    with torch.autocast("cpu", dtype):
         out, loss, _ = layer(x)
-    assert out.dtype == torch.bfloat16 and loss.dtype == torch.float32
-    assert_same_bits(loss, layer(x)[1])
+    assert out.dtype == dtype and loss.dtype == torch.float32
+    assert_same_bits(loss, expected_loss)
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.02)
+    out.float().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.dtype == torch.float32 and (parameter.grad != 0).any(), name
+    compiled = compile_fresh(layer, "aot_eager")
+    with torch.autocast("cpu", dtype):
+        assert compiled(x)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("how", ["to", "argument", "default"])
+def test_any_dtype_of_layer(dtype, how):
+    if how == "default":
+        torch.set_default_dtype(dtype)
+    try:
+        layer = make_layer(
+            shared_intermediate_size=16, **({"dtype": dtype} if how == "argument" else {})
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    layer = layer.to(dtype) if how == "to" else layer
+    x = torch.randn(8, HIDDEN)
+    out, loss, _ = layer(x.to(dtype))
+    assert out.dtype == dtype and loss.dtype == torch.float32
+    assert_same_bits(layer(x.to(dtype).double())[0], out)
+    (out.float().sum() + loss).backward()
+    assert all((p.grad != 0).any() for p in layer.parameters())
+
+
+def test_on_meta():
+    layer = make_layer(device="meta", shared_intermediate_size=16)
+    out, loss, counts = layer(torch.randn(8, HIDDEN, device="meta"))
+    assert out.shape == (8, HIDDEN) and loss.shape == () and counts.shape == (EXPERTS,)
+
+
+def test_the_output_may_be_changed_in_place():
+    x = torch.randn(8, HIDDEN)
+    layer = make_layer()
+    out, _, _ = layer(x)
+    out += x
+    out.sum().backward()
+    assert (layer.up.grad != 0).any()
 
 
 def test_a_step_is_repeatable_bit_for_bit():
@@ -123,9 +168,17 @@ def test_a_step_is_repeatable_bit_for_bit():
         assert_same_bits(a, b)
 
 
-def test_topk_is_checked():
-    with pytest.raises(ValueError, match="topk must be from 1 to num_experts = 6, got 7"):
+def test_arguments_of_the_constructors_are_checked():
+    with pytest.raises(ValueError, match="topk must be at most num_experts = 6, got 7"):
         MoE(HIDDEN, 48, EXPERTS, 7, MAX_TOKENS)
+    with pytest.raises(ValueError, match="MoE: hidden_size must be at least 1, got 0"):
+        MoE(0, 48, EXPERTS, TOPK, MAX_TOKENS)
+    with pytest.raises(TypeError, match=r"MoE: intermediate_size must be an int, got float"):
+        MoE(HIDDEN, 4.5, EXPERTS, TOPK, MAX_TOKENS)
+    with pytest.raises(TypeError, match="AuxLoss: coeff must be a number, got str"):
+        AuxLoss(8, 2, "x", 5)
+    with pytest.raises(ValueError, match="WeightedRestore: max_tokens must be at least 0, got -1"):
+        WeightedRestore(-1, 2)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +191,15 @@ def test_workspaces_travel_and_are_not_saved(module):
     buffers = dict(module.named_buffers())
     assert buffers and all(name.endswith("workspace") for name in buffers)
     assert all(buffer.numel() > 0 for buffer in buffers.values())
-    for twin in (copy.deepcopy(module), module.bfloat16(), _saved_and_loaded(module)):
+    twins = (copy.deepcopy(module), copy.deepcopy(module).bfloat16(), _saved_and_loaded(module))
+    for twin in twins:
         for name, buffer in twin.named_buffers():
             assert buffer.dtype == torch.uint8 and buffer.shape == buffers[name].shape
+    if isinstance(module, MoE):
+        x = torch.randn(8, HIDDEN)
+        for twin in (twins[0], twins[2]):
+            assert_same_bits(twin(x)[0], module(x)[0])
+        assert twins[1](x)[0].dtype == torch.bfloat16
 
 
 def _saved_and_loaded(module):
@@ -151,14 +210,16 @@ def _saved_and_loaded(module):
 
 
 def test_more_tokens_than_the_maximum_are_refused():
-    module = AuxLoss(8, 2, 1e-2, max_tokens=512)
-    probs, counts = make_probs(512 * 5, 8)
-    assert module(probs[:512], counts, 512).item() > 0
-    with pytest.raises(ValueError, match=r"workspace must be at least \d+ bytes long"):
-        module(probs, counts, probs.shape[0])
+    module = AuxLoss(8, 2, 1e-2, max_tokens=5)
+    probs, counts = make_probs(6, 8)
+    assert module(probs[:5], counts, 5).item() > 0
+    with pytest.raises(ValueError, match=r"AuxLoss: .* at most max_tokens = 5 tokens, got 6"):
+        module(probs, counts, 6)
     scores, indices = make_assignments(9, 2, 8)
-    with pytest.raises(ValueError, match="workspace must be at least 80 bytes long, got 64"):
-        WeightedRestore(8, 2)(torch.randn(18, 4), scores, indices)
+    restore = WeightedRestore(8, 2)
+    assert restore(torch.randn(16, 4), scores[:8], indices[indices < 16]).shape == (8, 4)
+    with pytest.raises(ValueError, match=r"WeightedRestore: .* max_tokens = 8 tokens, got 9"):
+        restore(torch.randn(18, 4), scores, indices)
 
 
 @pytest.mark.cuda

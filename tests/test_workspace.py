@@ -19,6 +19,13 @@ def test_make_workspace_refuses_what_is_no_size():
         make_workspace(8.0)
 
 
+def test_a_workspace_may_be_made_inside_a_compiled_region():
+    def call(x):
+        return x + make_workspace(64, "cpu").fill_(1)[0]
+
+    assert torch.compile(call, fullgraph=True)(torch.ones(3)).tolist() == [2, 2, 2]
+
+
 def test_align():
     assert [align(n) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
 

@@ -15,6 +15,7 @@ def aux_loss(
     topk: int,
     coeff: float,
     workspace: Tensor | None = None,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
     r"""Load-balancing loss of a mixture-of-experts router, in a fixed order of operations.
 
@@ -49,12 +50,16 @@ def aux_loss(
             scale the result by a tensor.
         workspace: scratch of at least :func:`aux_loss_workspace_size` bytes, made by
             :func:`make_workspace`; None allocates it.
+        token_mask: optional bool [tokens], True for the tokens that count. The others add nothing
+            and get a zero gradient, whatever they hold, NaN included. Count ``tokens_per_expert``
+            and ``total_num_tokens`` over the same tokens.
 
     Returns:
         0-dim tensor: float64 for float64 ``probs``, else float32.
 
         The gradient of ``probs`` is a row expanded over the tokens (stride 0), in the dtype of
-        ``probs``. It cannot be written in place: clone it first.
+        ``probs``. It cannot be written in place: clone it first. (With a ``token_mask`` it is an
+        ordinary tensor.)
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -76,6 +81,8 @@ def aux_loss(
     checks.is_number("aux_loss", "coeff", coeff)
     if workspace is not None:
         checks.is_tensor("aux_loss", "workspace", workspace)
+    if token_mask is not None:
+        checks.is_tensor("aux_loss", "token_mask", token_mask)
     return torch.ops.moe.aux_loss(
-        probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, workspace
+        probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, workspace, token_mask
     )

@@ -6,72 +6,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..fixed_order import accumulator_dtype
+from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_tokens
 from ..triton_common import (
     TRITON_DTYPES,
+    as_bytes,
+    chunk_columns,
     launch,
-    next_power_of_2,
+    strides,
+    sum_tokens,
+    token_groups,
     tree_sum,
     tree_sum_rows,
     wait_for_previous_kernel,
 )
-from .reference import num_tiles, tile_tokens
 
-MIN_CHUNK_COLUMNS = 64
-MAX_CHUNK_COLUMNS = 512
-# Enough programs for every multiprocessor of a large GPU; below it, columns are cut finer.
-FEW_PROGRAMS = 512
+# Partial sums that one step of the final tree adds.
 FINAL_BLOCK = 4096
-
-
-def chunk_columns(num_tokens: int, num_columns: int) -> int:
-    """Columns per program: a subtree of the tree over columns, so no choice changes a bit."""
-    padded = next_power_of_2(num_columns)
-    columns = min(padded, MAX_CHUNK_COLUMNS)
-    tiles = num_tiles(num_tokens, num_columns)
-    while columns > MIN_CHUNK_COLUMNS and tiles * (padded // columns) < FEW_PROGRAMS:
-        columns //= 2
-    return columns
 
 
 def num_partials(num_tokens: int, num_columns: int) -> tuple[int, int]:
     """(chunks per tile, a power of two; partial sums in all)."""
-    columns = next_power_of_2(num_columns)
-    chunks = columns // chunk_columns(num_tokens, num_columns)
-    return chunks, num_tiles(num_tokens, num_columns) * chunks
-
-
-@triton.jit
-def _sum_tokens(
-    ptrs, tokens, num_tokens, stride_t, column_mask, COUNT: tl.constexpr, ACC: tl.constexpr
-):
-    """Tree over ``COUNT`` consecutive tokens of each group, in registers: [GROUPS, BLOCK_C]."""
-    if COUNT == 1:
-        mask = (tokens < num_tokens)[:, None] & column_mask[None, :]
-        return tl.load(ptrs, mask=mask, other=0.0).to(ACC)
-    else:
-        HALF: tl.constexpr = COUNT // 2
-        left = _sum_tokens(ptrs, tokens, num_tokens, stride_t, column_mask, HALF, ACC)
-        ptrs += HALF * stride_t
-        right = _sum_tokens(ptrs, tokens + HALF, num_tokens, stride_t, column_mask, HALF, ACC)
-        return left + right
+    tiles = num_tiles(num_tokens, num_columns)
+    chunks = next_power_of_2(num_columns) // chunk_columns(tiles, num_columns)
+    return chunks, tiles * chunks
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _aux_loss_tile_sums_kernel(
     probs_ptr,
     tokens_per_expert_ptr,
+    token_mask_ptr,
     partials_ptr,
     num_tokens,
     num_columns,
     stride_t,
     stride_c,
     stride_n,
+    stride_m,
     CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_previous_kernel(OVERLAP)
@@ -82,7 +59,18 @@ def _aux_loss_tile_sums_kernel(
     GROUP_TOKENS: tl.constexpr = BLOCK_T // GROUPS
     tokens = (pid // CHUNKS) * BLOCK_T + tl.arange(0, GROUPS) * GROUP_TOKENS
     ptrs = probs_ptr + tokens[:, None] * stride_t + columns[None, :] * stride_c
-    sums = _sum_tokens(ptrs, tokens, num_tokens, stride_t, column_mask, GROUP_TOKENS, ACC)
+    sums = sum_tokens(
+        ptrs,
+        token_mask_ptr,
+        tokens,
+        num_tokens,
+        stride_t,
+        stride_m,
+        column_mask,
+        GROUP_TOKENS,
+        ACC,
+        HAS_MASK,
+    )
     # Loaded after the tokens: loaded first, its conversion held their loads up, and the kernel took
     # 1.1 to 1.7 times as long on an H200.
     counts = tl.load(tokens_per_expert_ptr + columns * stride_n, mask=column_mask, other=0).to(ACC)
@@ -131,33 +119,36 @@ def _aux_loss_from_tile_sums_kernel(
 
 
 def tile_sums(
-    probs: Tensor, tokens_per_expert: Tensor, partials: Tensor, num_warps: int | None = None
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    token_mask: Tensor | None,
+    partials: Tensor,
+    num_warps: int | None = None,
 ) -> None:
     """Write the partial sum of every (tile, chunk of columns) to ``partials``."""
     num_tokens, num_columns = probs.shape
     chunks, count = num_partials(num_tokens, num_columns)
-    block_t, block_c = tile_tokens(num_columns), chunk_columns(num_tokens, num_columns)
-    # As many tokens side by side as fill the threads with 16-byte loads.
-    threads_per_token = max(block_c * probs.dtype.itemsize // 16, 1)
-    if num_warps is None:
-        num_warps = min(max(threads_per_token // 32, 2 if count <= FEW_PROGRAMS else 1), 4)
-    groups = min(max(32 * num_warps // threads_per_token, 1), block_t)
+    block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
+    num_warps, groups = token_groups(block_t, block_c, probs.dtype, count, num_warps)
     launch(
         _aux_loss_tile_sums_kernel,
         count,
         probs.device,
         probs,
         tokens_per_expert,
+        as_bytes(token_mask),
         partials,
         num_tokens,
         num_columns,
         *probs.stride(),
         *tokens_per_expert.stride(),
+        *strides(token_mask, 1),
         CHUNKS=chunks,
         BLOCK_T=block_t,
         GROUPS=groups,
         BLOCK_C=block_c,
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
+        HAS_MASK=token_mask is not None,
         num_warps=num_warps,
         overlap=True,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import checks
 from .. import workspace as workspaces
 from ..backend import load_kernels
-from ..fixed_order import accumulator_dtype, cast
+from ..fixed_order import accumulator_dtype, cast, num_tiles, tile_sums
 from . import reference
 
 OP = "aux_loss"
@@ -48,16 +48,16 @@ def aux_loss_workspace_size(
         "aux_loss_workspace_size",
         "dtype",
         checks.one_of(checks.FLOAT_DTYPES),
-        dtype,
+        str(dtype).removeprefix("torch."),
     )
     chunks = 1
     while chunks * CHUNK_COLUMNS < num_columns:
         chunks *= 2
-    partials = reference.num_tiles(num_tokens, num_columns) * chunks
+    partials = num_tiles(num_tokens, num_columns) * chunks
     return workspaces.align(partials * accumulator_dtype(dtype).itemsize)
 
 
-def _check_columns(probs: Tensor, tokens_per_expert: Tensor) -> None:
+def _check_lengths(probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None) -> None:
     checks.shape(
         OP,
         "tokens_per_expert",
@@ -65,6 +65,14 @@ def _check_columns(probs: Tensor, tokens_per_expert: Tensor) -> None:
         f"[columns] = [{probs.shape[1]}], one count per column of probs",
         tokens_per_expert.dim() == 1 and tokens_per_expert.shape[0] == probs.shape[1],
     )
+    if token_mask is not None:
+        checks.shape(
+            OP,
+            "token_mask",
+            token_mask,
+            f"[tokens] = [{probs.shape[0]}]",
+            token_mask.dim() == 1 and token_mask.shape[0] == probs.shape[0],
+        )
 
 
 def _check(
@@ -73,6 +81,7 @@ def _check(
     total_num_tokens: Tensor | int,
     num_experts: int,
     topk: int,
+    token_mask: Tensor | None,
 ) -> None:
     checks.supported_device(OP, "probs", probs)
     checks.dtype(OP, "probs", probs, checks.FLOAT_DTYPES)
@@ -81,7 +90,10 @@ def _check(
     why = f" ({half_max} is the last count up to which it is exact)" if half_max else ""
     checks.dtype(OP, "tokens_per_expert", tokens_per_expert, COUNT_DTYPES, got_note=why)
     checks.same_device(OP, "tokens_per_expert", tokens_per_expert, probs, "probs")
-    _check_columns(probs, tokens_per_expert)
+    if token_mask is not None:
+        checks.dtype(OP, "token_mask", token_mask, (torch.bool,))
+        checks.same_device(OP, "token_mask", token_mask, probs, "probs")
+    _check_lengths(probs, tokens_per_expert, token_mask)
     checks.integer(OP, "num_experts", num_experts, 1)
     checks.integer(OP, "topk", topk, 1)
     checks.shape(
@@ -93,34 +105,45 @@ def _check(
     )
     if isinstance(total_num_tokens, Tensor):
         checks.dtype(OP, "total_num_tokens", total_num_tokens, COUNT_DTYPES)
-        checks.shape(
-            OP, "total_num_tokens", total_num_tokens, "[] or [1]", total_num_tokens.numel() == 1
+        checks.value(
+            total_num_tokens.numel() == 1,
+            OP,
+            "total_num_tokens",
+            "a tensor of one element",
+            f"shape {list(total_num_tokens.shape)}",
         )
         checks.same_device(OP, "total_num_tokens", total_num_tokens, probs, "probs")
     else:
         minimum = 0 if probs.shape[0] == 0 else 1
         checks.integer(OP, "total_num_tokens", total_num_tokens, minimum)
-    checks.no_forward_tangent(OP, probs)
+    total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
+    checks.no_forward_tangent(OP, probs, tokens_per_expert, total)
 
 
 @torch.library.custom_op("moe::aux_loss_tile_sums", mutates_args={"workspace"}, device_types="cpu")
-def aux_loss_tile_sums(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
+def aux_loss_tile_sums(
+    probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None, workspace: Tensor
+) -> None:
     """Write each tile's weighted sum to ``workspace``."""
-    sums = reference.tile_sums(probs, tokens_per_expert)
+    sums = tile_sums(probs, tokens_per_expert, token_mask)
     workspaces.scratch(OP, workspace, sums.shape[0], sums.dtype).copy_(sums)
 
 
 @aux_loss_tile_sums.register_kernel("cuda")
-def _(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
-    _check_columns(probs, tokens_per_expert)
+def _(
+    probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None, workspace: Tensor
+) -> None:
+    _check_lengths(probs, tokens_per_expert, token_mask)
     kernels = load_kernels(__package__)
     _, count = kernels.num_partials(*probs.shape)
     partials = workspaces.scratch(OP, workspace, count, accumulator_dtype(probs.dtype))
-    kernels.tile_sums(probs, tokens_per_expert, partials)
+    kernels.tile_sums(probs, tokens_per_expert, token_mask, partials)
 
 
 @aux_loss_tile_sums.register_fake
-def _(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
+def _(
+    probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None, workspace: Tensor
+) -> None:
     return None
 
 
@@ -128,6 +151,7 @@ def _(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> None:
 def aux_loss_from_tile_sums(
     probs: Tensor,
     tokens_per_expert: Tensor,
+    token_mask: Tensor | None,
     total: Tensor | None,
     total_int: int,
     num_experts: int,
@@ -137,7 +161,7 @@ def aux_loss_from_tile_sums(
 ) -> tuple[Tensor, Tensor]:
     """(loss, C) from the tile sums in ``workspace``; the total is ``total_int`` if no tensor."""
     dtype = accumulator_dtype(probs.dtype)
-    sums = workspaces.scratch(OP, workspace, reference.num_tiles(*probs.shape), dtype)
+    sums = workspaces.scratch(OP, workspace, num_tiles(*probs.shape), dtype)
     return reference.loss_from_tile_sums(
         sums, total_int if total is None else total, num_experts, topk, coeff
     )
@@ -147,6 +171,7 @@ def aux_loss_from_tile_sums(
 def _(
     probs: Tensor,
     tokens_per_expert: Tensor,
+    token_mask: Tensor | None,
     total: Tensor | None,
     total_int: int,
     num_experts: int,
@@ -171,6 +196,7 @@ def _(
 def _(
     probs: Tensor,
     tokens_per_expert: Tensor,
+    token_mask: Tensor | None,
     total: Tensor | None,
     total_int: int,
     num_experts: int,
@@ -183,9 +209,9 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    probs, tokens_per_expert = inputs[:2]
+    probs, tokens_per_expert, token_mask = inputs[:3]
     _, scale = output
-    ctx.save_for_backward(tokens_per_expert, scale)
+    ctx.save_for_backward(tokens_per_expert, token_mask, scale)
     ctx.probs_shape = probs.shape
     ctx.probs_dtype = probs.dtype
     ctx.mark_non_differentiable(scale)
@@ -199,12 +225,15 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
     differentiate it again.
     """
     if grad is None or not ctx.needs_input_grad[0]:
-        return (None,) * 8
-    tokens_per_expert, scale = ctx.saved_tensors
+        return (None,) * 9
+    tokens_per_expert, token_mask, scale = ctx.saved_tensors
     row = (grad * scale) * tokens_per_expert.to(scale.dtype)
     # A total of 0 gives a gradient of 0 whatever the counts and the incoming gradient hold.
     row = torch.where(scale == 0, torch.zeros_like(row), row)
-    return cast(row, ctx.probs_dtype).expand(ctx.probs_shape), *(None,) * 7
+    grad_probs = cast(row, ctx.probs_dtype).expand(ctx.probs_shape)
+    if token_mask is not None:
+        grad_probs = torch.where(token_mask[:, None], grad_probs, torch.zeros_like(grad_probs))
+    return grad_probs, *(None,) * 8
 
 
 aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
@@ -218,16 +247,17 @@ def _aux_loss(
     topk: int,
     coeff: float,
     workspace: Tensor | None = None,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
-    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk)
+    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk, token_mask)
     size = aux_loss_workspace_size(probs.shape[0], probs.shape[1], probs.dtype)
     workspace = workspaces.resolve(OP, workspace, size, probs)
     total, total_int = (
         (total_num_tokens, 0) if isinstance(total_num_tokens, Tensor) else (None, total_num_tokens)
     )
-    torch.ops.moe.aux_loss_tile_sums(probs, tokens_per_expert, workspace)
+    torch.ops.moe.aux_loss_tile_sums(probs, tokens_per_expert, token_mask, workspace)
     loss, _ = torch.ops.moe.aux_loss_from_tile_sums(
-        probs, tokens_per_expert, total, total_int, num_experts, topk, coeff, workspace
+        probs, tokens_per_expert, token_mask, total, total_int, num_experts, topk, coeff, workspace
     )
     return loss
 
@@ -236,6 +266,6 @@ for _overload, _total in (("aux_loss", "Tensor"), ("aux_loss.int", "SymInt")):
     torch.library.define(
         f"moe::{_overload}",
         f"(Tensor probs, Tensor tokens_per_expert, {_total} total_num_tokens, int num_experts, "
-        "int topk, float coeff, Tensor(a!)? workspace=None) -> Tensor",
+        "int topk, float coeff, Tensor(a!)? workspace=None, Tensor? token_mask=None) -> Tensor",
     )
     torch.library.impl(f"moe::{_overload}", "CompositeImplicitAutograd", _aux_loss)

@@ -8,39 +8,7 @@ group of leaves can be summed on its own without changing a bit.
 import torch
 from torch import Tensor
 
-from ..fixed_order import accumulator_dtype, tree_sum
-
-MAX_TILE_TOKENS = 512
-MIN_TILE_TOKENS = 8
-TILE_ELEMENTS = 8192
-
-
-def tile_tokens(num_columns: int) -> int:
-    """Tokens per tile: a power of two that depends on the number of columns alone.
-
-    Written as comparisons so that a symbolic number of columns is bounded, not fixed, by it.
-    """
-    tokens = MAX_TILE_TOKENS
-    while tokens > MIN_TILE_TOKENS and tokens * num_columns > TILE_ELEMENTS:
-        tokens //= 2
-    return tokens
-
-
-def num_tiles(num_tokens: int, num_columns: int) -> int:
-    tokens = tile_tokens(num_columns)
-    return (num_tokens + tokens - 1) // tokens
-
-
-def tile_sums(probs: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """sum_c tokens_per_expert[c] * sum_{t in tile} probs[t, c] for each tile: [tiles]."""
-    num_tokens, num_columns = probs.shape
-    dtype = accumulator_dtype(probs.dtype)
-    tiles = num_tiles(num_tokens, num_columns)
-    tokens = tile_tokens(num_columns)
-    padding = tiles * tokens - num_tokens
-    x = torch.nn.functional.pad(probs.to(dtype), (0, 0, 0, padding))
-    column_sums = tree_sum(x.view(tiles, tokens, num_columns), dim=1)
-    return tree_sum(column_sums * tokens_per_expert.to(dtype), dim=1)
+from ..fixed_order import tile_sums, tree_sum
 
 
 def loss_from_tile_sums(
@@ -65,7 +33,8 @@ def aux_loss(
     num_experts: int,
     topk: int,
     coeff: float,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
     """The loss by the order that the op has, differentiable by autograd, on any device."""
-    sums = tile_sums(probs, tokens_per_expert)
+    sums = tile_sums(probs, tokens_per_expert, token_mask)
     return loss_from_tile_sums(sums, total_num_tokens, num_experts, topk, coeff)[0]

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..fixed_order import accumulator_dtype
-from ..triton_common import TRITON_DTYPES, cast, launch, next_power_of_2, strides, tree_sum
+from ..fixed_order import accumulator_dtype, next_power_of_2
+from ..triton_common import TRITON_DTYPES, cast, launch, strides, tree_sum, widen
 from .reference import ACCUMULATOR_LANES
 
 INVERT_BLOCK = 1024
@@ -71,20 +71,20 @@ def _weighted_restore_kernel(
         tl.store(slots_ptr + token * K + ks, slots, mask=ks < K)
     if HAS_ADDEND:
         acc = tl.load(addend_ptr + token * stride_at + columns * stride_ah, mask=column_mask)
-        acc = acc.to(ACC)
+        acc = widen(acc, ACC)
     else:
         acc = tl.zeros([BLOCK_H], ACC)
     for k in tl.static_range(K):
         slot = tl.load(inverse_ptr + token * K + k).to(tl.int64)
         row_index = tl.broadcast_to(slot, [BLOCK_H])
         held = (row_index >= 0) & (row_index < num_rows)
-        score = tl.load(scores_ptr + token * stride_st + k * stride_sk).to(ACC)
+        score = widen(tl.load(scores_ptr + token * stride_st + k * stride_sk), ACC)
         row = tl.load(
             rows_ptr + row_index * stride_rn + columns * stride_rh,
             mask=column_mask & held,
             other=0.0,
         )
-        acc = acc + tl.where(held, score * row.to(ACC), 0.0)
+        acc = acc + tl.where(held, score * widen(row, ACC), 0.0)
     tl.store(
         out_ptr + token * stride_ot + columns, cast(acc, out_ptr.dtype.element_ty), mask=column_mask
     )
@@ -128,7 +128,7 @@ def _weighted_restore_backward_kernel(
             slots = tl.load(slots_ptr + pid * K + ks, mask=ks < K, other=-1).to(tl.int64)
             held = ((slots >= 0) & (slots < num_rows))[:, None]
             score = tl.load(scores_ptr + pid * stride_st + ks * stride_sk, mask=ks < K, other=0.0)
-            score = score.to(ACC)
+            score = widen(score, ACC)
             acc = tl.zeros([BLOCK_K, LANES], ACC)
             row_ptrs = rows_ptr + slots[:, None] * stride_rn
             # Three stages keep the next loads in flight while a chunk is added and stored: 0.71 of
@@ -140,10 +140,11 @@ def _weighted_restore_backward_kernel(
                     grad_ptr + pid * stride_gt + columns * stride_gh,
                     mask=columns < num_columns,
                     other=0.0,
-                ).to(ACC)[None, :]
+                )
+                grad = widen(grad, ACC)[None, :]
                 if NEED_SCORES:
                     row = tl.load(row_ptrs + columns[None, :] * stride_rh, mask=mask, other=0.0)
-                    acc = acc + tl.where(mask, grad * row.to(ACC), 0.0)
+                    acc = acc + tl.where(mask, grad * widen(row, ACC), 0.0)
                 if NEED_ROWS:
                     tl.store(
                         grad_rows_ptr + slots[:, None] * stride_on + columns[None, :],
@@ -208,7 +209,7 @@ def weighted_restore(
     """
     num_tokens, topk = top_scores.shape
     num_rows, num_columns = rows.shape
-    block_h = min(next_power_of_2(max(num_columns, 1)), max_block_h)
+    block_h = min(next_power_of_2(num_columns), max_block_h)
     # A width of 0 still has slots to write.
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     launch(

@@ -134,12 +134,15 @@ def weighted_restore_gather(
     returns one tensor to its first use, which may lie behind the next call's write to the same
     workspace, and then clones the workspace; the items of a tuple are taken where they were traced.
     """
-    slots = _inverse(workspace, top_scores.numel()).view(top_scores.shape)
+    inverse = _inverse(workspace, top_scores.numel()).view(top_scores.shape)
+    out, slots = _empty_results(rows, top_scores)
     # The scratch is the caller's: an entry outside the rows means that no row holds it.
-    slots = torch.where((slots < 0) | (slots >= rows.shape[0]), -1, slots)
+    slots.copy_(torch.where((inverse < 0) | (inverse >= rows.shape[0]), -1, inverse))
     flat_addend = None if addend is None else _flat(addend)
-    out = reference.weighted_restore(rows, _flat(top_scores), _flat(slots).long(), flat_addend)
-    return out.view(_result_shape(rows, top_scores)), slots
+    result = reference.weighted_restore(rows, _flat(top_scores), _flat(slots).long(), flat_addend)
+    # Into a fresh tensor: a view returned here could not be changed in place by the caller.
+    _flat(out).copy_(result)
+    return out, slots
 
 
 @weighted_restore_gather.register_kernel("cuda")
@@ -190,10 +193,10 @@ def weighted_restore_backward(
     flat_slots = _flat(slots).long()
     if need_rows:
         assignments = reference.row_assignments(flat_slots, token_indices_sorted)
-        grad_rows = reference.grad_rows(_flat(grad), top_scores, flat_slots, assignments)
+        grad_rows.copy_(reference.grad_rows(_flat(grad), top_scores, flat_slots, assignments))
     if need_scores:
-        grad_scores = reference.grad_scores(_flat(grad), rows, flat_slots, top_scores.dtype)
-        grad_scores = grad_scores.view(top_scores.shape)
+        sums = reference.grad_scores(_flat(grad), rows, flat_slots, top_scores.dtype)
+        _flat(grad_scores).copy_(sums)
     return grad_rows, grad_scores
 
 

