@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
+COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 DEVICE_TYPES = ("cpu", "cuda", "meta")
 
 
@@ -75,6 +76,18 @@ def dtype(
 ) -> None:
     got = dtype_name(tensor.dtype) + got_note
     type_(tensor.dtype in allowed, op, argument, one_of(allowed), got)
+
+
+def counts(op: str, argument: str, tensor: Tensor) -> None:
+    """The dtype of counts: a half type is refused, with the reason."""
+    half_max = {torch.bfloat16: 256, torch.float16: 2048}.get(tensor.dtype)
+    note = f" ({half_max} is the last count up to which it is exact)" if half_max else ""
+    dtype(op, argument, tensor, COUNT_DTYPES, got_note=note)
+
+
+def is_float_dtype(op: str, argument: str, given: object) -> None:
+    name = dtype_name(given) if isinstance(given, torch.dtype) else _type_name(given)
+    type_(given in FLOAT_DTYPES, op, argument, one_of(FLOAT_DTYPES), name)
 
 
 def shape(op: str, argument: str, tensor: Tensor, expected: str, condition: Any) -> None:

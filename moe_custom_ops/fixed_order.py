@@ -10,6 +10,8 @@ from torch import Tensor
 MAX_TILE_TOKENS = 512
 MIN_TILE_TOKENS = 8
 TILE_ELEMENTS = 8192
+# The finest chunk of columns that a kernel cuts a tile into; it bounds the workspace.
+MIN_CHUNK_COLUMNS = 64
 
 
 def next_power_of_2(n: int) -> int:
@@ -45,6 +47,14 @@ def tile_tokens(num_columns: int) -> int:
 def num_tiles(num_tokens: int, num_columns: int) -> int:
     tokens = tile_tokens(num_columns)
     return (num_tokens + tokens - 1) // tokens
+
+
+def max_chunks(num_columns: int) -> int:
+    """The most chunks, a power of two, that a kernel cuts the columns of a tile into."""
+    chunks = 1
+    while chunks * MIN_CHUNK_COLUMNS < num_columns:
+        chunks *= 2
+    return chunks
 
 
 def tile_sums(probs: Tensor, counts: Tensor, token_mask: Tensor | None = None) -> Tensor:

@@ -13,12 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .fixed_order import next_power_of_2
+from .fixed_order import MIN_CHUNK_COLUMNS, next_power_of_2
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Columns of one program that sums a tile: 64 to 512.
-MIN_CHUNK_COLUMNS = 64
+# The most columns of one program that sums a tile.
 MAX_CHUNK_COLUMNS = 512
 # Enough programs for every multiprocessor of a large GPU; below it, columns are cut finer.
 FEW_PROGRAMS = 512

@@ -52,7 +52,7 @@ def test_a_kernel_call_without_triton_is_refused(root):
         NO_TRITON
         + """
 from moe_custom_ops.backend import load_kernels
-for op in ("aux_loss", "weighted_restore"):
+for op in ("aux_loss", "sequence_aux_loss", "weighted_restore"):
     try:
         load_kernels(f"moe_custom_ops.{op}")
     except ImportError as error:
@@ -104,10 +104,11 @@ print("\\n".join(sorted(new)))
     ]
 
 
-@pytest.mark.parametrize("op", ["aux_loss", "weighted_restore"])
+@pytest.mark.parametrize("op", ["aux_loss", "sequence_aux_loss", "weighted_restore"])
 def test_the_first_call_ever_may_be_compiled(op, root):
     calls = {
         "aux_loss": "m.aux_loss(torch.rand(5, 8), torch.ones(8), 5, 8, 2, 1.0)",
+        "sequence_aux_loss": "m.sequence_aux_loss(torch.rand(2, 5, 8), torch.ones(2, 8), 2, 1.0)",
         "weighted_restore": "m.weighted_restore(torch.rand(6, 8), torch.rand(6, 1), i)",
     }
     run_python(
@@ -140,7 +141,7 @@ ALLOWED = {
     "testing": {"testing"},
     "benchmarks": {"api", "benchmarks", "testing", "kernels"},
 }
-ROOMS = ("aux_loss", "weighted_restore")
+ROOMS = ("aux_loss", "sequence_aux_loss", "weighted_restore")
 
 
 def _role(parts):

@@ -13,13 +13,10 @@ from torch import Tensor
 from .. import checks
 from .. import workspace as workspaces
 from ..backend import load_kernels
-from ..fixed_order import accumulator_dtype, cast, num_tiles, tile_sums
+from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums
 from . import reference
 
 OP = "aux_loss"
-COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
-# The finest chunk of columns that the kernels cut a tile into; it bounds the workspace.
-CHUNK_COLUMNS = 64
 
 
 def aux_loss_workspace_size(
@@ -43,17 +40,8 @@ def aux_loss_workspace_size(
     """
     checks.integer("aux_loss_workspace_size", "num_tokens", num_tokens, 0)
     checks.integer("aux_loss_workspace_size", "num_columns", num_columns, 0)
-    checks.type_(
-        dtype in checks.FLOAT_DTYPES,
-        "aux_loss_workspace_size",
-        "dtype",
-        checks.one_of(checks.FLOAT_DTYPES),
-        str(dtype).removeprefix("torch."),
-    )
-    chunks = 1
-    while chunks * CHUNK_COLUMNS < num_columns:
-        chunks *= 2
-    partials = num_tiles(num_tokens, num_columns) * chunks
+    checks.is_float_dtype("aux_loss_workspace_size", "dtype", dtype)
+    partials = num_tiles(num_tokens, num_columns) * max_chunks(num_columns)
     return workspaces.align(partials * accumulator_dtype(dtype).itemsize)
 
 
@@ -86,9 +74,7 @@ def _check(
     checks.supported_device(OP, "probs", probs)
     checks.dtype(OP, "probs", probs, checks.FLOAT_DTYPES)
     checks.rank(OP, "probs", probs, "[tokens, columns]")
-    half_max = {torch.bfloat16: 256, torch.float16: 2048}.get(tokens_per_expert.dtype)
-    why = f" ({half_max} is the last count up to which it is exact)" if half_max else ""
-    checks.dtype(OP, "tokens_per_expert", tokens_per_expert, COUNT_DTYPES, got_note=why)
+    checks.counts(OP, "tokens_per_expert", tokens_per_expert)
     checks.same_device(OP, "tokens_per_expert", tokens_per_expert, probs, "probs")
     if token_mask is not None:
         checks.dtype(OP, "token_mask", token_mask, (torch.bool,))
@@ -104,7 +90,7 @@ def _check(
         probs.shape[1] % num_experts == 0,
     )
     if isinstance(total_num_tokens, Tensor):
-        checks.dtype(OP, "total_num_tokens", total_num_tokens, COUNT_DTYPES)
+        checks.dtype(OP, "total_num_tokens", total_num_tokens, checks.COUNT_DTYPES)
         checks.value(
             total_num_tokens.numel() == 1,
             OP,

@@ -1,0 +1,320 @@
+"""Registration of ``torch.ops.moe.sequence_aux_loss``: schema, fake, autograd, dispatch.
+
+A composite over two ops, as aux_loss is. ``sequence_aux_loss_tile_sums`` writes the workspace;
+``sequence_aux_loss_from_tile_sums`` reads it, has the gradient, and saves inputs and its scales.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from .. import workspace as workspaces
+from ..backend import load_kernels
+from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums, tree_sum
+from . import reference
+
+OP = "sequence_aux_loss"
+
+
+def sequence_aux_loss_workspace_size(
+    num_tokens: int, num_sequences: int, num_experts: int, dtype: torch.dtype = torch.float32
+) -> int:
+    """Bytes of workspace that :func:`sequence_aux_loss` needs.
+
+    The size for a maximum of tokens and sequences serves all smaller numbers.
+
+    Args:
+        num_tokens: tokens of all sequences together, at least 0.
+        num_sequences: number of sequences, empty ones included, at least 0.
+        num_experts: experts of the layer, at least 0.
+        dtype: dtype of ``probs``.
+
+    Returns:
+        Size in bytes, for :func:`make_workspace`.
+
+    Raises:
+        TypeError: a size is not an int, or ``dtype`` is not one that the op takes.
+        ValueError: a size is negative.
+    """
+    name = "sequence_aux_loss_workspace_size"
+    checks.integer(name, "num_tokens", num_tokens, 0)
+    checks.integer(name, "num_sequences", num_sequences, 0)
+    checks.integer(name, "num_experts", num_experts, 0)
+    checks.is_float_dtype(name, "dtype", dtype)
+    slots = reference.num_slots(num_tokens, num_sequences, num_experts)
+    sums = workspaces.align(slots * max_chunks(num_experts) * accumulator_dtype(dtype).itemsize)
+    return sums + workspaces.align(slots * torch.int32.itemsize)
+
+
+def _num_tokens(probs: Tensor) -> int:
+    return probs.shape[0] if probs.dim() == 2 else probs.shape[0] * probs.shape[1]
+
+
+def _check_lengths(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+) -> None:
+    layout = "[batch, seq, experts] without cu_seqlens, [tokens, experts] with them"
+    rank = 3 if cu_seqlens is None else 2
+    checks.shape(OP, "probs", probs, layout, probs.dim() == rank)
+    counts = list(tokens_per_expert.shape)
+    if cu_seqlens is None:
+        expected = [probs.shape[0], probs.shape[2]]
+        checks.shape(
+            OP,
+            "tokens_per_expert",
+            tokens_per_expert,
+            f"[batch, experts] = {expected}",
+            tokens_per_expert.dim() == 2 and counts == expected,
+        )
+    else:
+        checks.shape(
+            OP,
+            "tokens_per_expert",
+            tokens_per_expert,
+            f"[sequences, experts] with experts = {probs.shape[1]}",
+            tokens_per_expert.dim() == 2 and counts[1] == probs.shape[1],
+        )
+        checks.shape(
+            OP,
+            "cu_seqlens",
+            cu_seqlens,
+            f"[sequences + 1] = [{counts[0] + 1}]",
+            cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == counts[0] + 1,
+        )
+    if token_mask is not None:
+        expected = list(probs.shape[:-1])
+        checks.shape(
+            OP,
+            "token_mask",
+            token_mask,
+            f"{expected}, that of probs without experts",
+            token_mask.dim() == rank - 1 and list(token_mask.shape) == expected,
+        )
+
+
+def _check(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    topk: int,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+) -> None:
+    checks.supported_device(OP, "probs", probs)
+    checks.dtype(OP, "probs", probs, checks.FLOAT_DTYPES)
+    checks.counts(OP, "tokens_per_expert", tokens_per_expert)
+    checks.same_device(OP, "tokens_per_expert", tokens_per_expert, probs, "probs")
+    if cu_seqlens is not None:
+        checks.dtype(OP, "cu_seqlens", cu_seqlens, checks.INDEX_DTYPES)
+        checks.same_device(OP, "cu_seqlens", cu_seqlens, probs, "probs")
+    if token_mask is not None:
+        checks.dtype(OP, "token_mask", token_mask, (torch.bool,))
+        checks.same_device(OP, "token_mask", token_mask, probs, "probs")
+    _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
+    checks.integer(OP, "topk", topk, 1)
+    checks.no_forward_tangent(OP, probs, tokens_per_expert)
+
+
+def _scratch(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    """(sums [slots, at most max_chunks], tile lengths int32 [slots]) in the workspace."""
+    num_experts = probs.shape[-1]
+    slots = reference.num_slots(_num_tokens(probs), tokens_per_expert.shape[0], num_experts)
+    dtype = accumulator_dtype(probs.dtype)
+    num_sums = slots * max_chunks(num_experts)
+    sums = workspaces.scratch(OP, workspace, num_sums, dtype)
+    offset = workspaces.align(num_sums * dtype.itemsize)
+    size = offset + workspaces.align(slots * torch.int32.itemsize)
+    whole = workspaces.scratch(OP, workspace, size, torch.uint8)
+    lengths = whole[offset : offset + slots * torch.int32.itemsize].view(torch.int32)
+    return sums, lengths
+
+
+@torch.library.custom_op(
+    "moe::sequence_aux_loss_tile_sums", mutates_args={"workspace"}, device_types="cpu"
+)
+def sequence_aux_loss_tile_sums(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    workspace: Tensor,
+) -> None:
+    """Write each tile's weighted sum and number of unmasked tokens to its slot of ``workspace``."""
+    sums, lengths = _scratch(probs, tokens_per_expert, workspace)
+    for b, (slot, own, mask) in enumerate(reference.sequences(probs, cu_seqlens, token_mask)):
+        own_sums = tile_sums(own, tokens_per_expert[b], mask)
+        slots = slice(slot, slot + own_sums.shape[0])
+        sums[slots] = own_sums
+        lengths[slots] = reference.tile_lengths(own.shape[0], own.shape[1], mask)
+
+
+@sequence_aux_loss_tile_sums.register_kernel("cuda")
+def _(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    workspace: Tensor,
+) -> None:
+    _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
+    sums, lengths = _scratch(probs, tokens_per_expert, workspace)
+    load_kernels(__package__).tile_sums(
+        probs, tokens_per_expert, cu_seqlens, token_mask, sums, lengths
+    )
+
+
+@sequence_aux_loss_tile_sums.register_fake
+def _(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    workspace: Tensor,
+) -> None:
+    return None
+
+
+@torch.library.custom_op(
+    "moe::sequence_aux_loss_from_tile_sums", mutates_args=(), device_types="cpu"
+)
+def sequence_aux_loss_from_tile_sums(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    topk: int,
+    coeff: float,
+    workspace: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(loss, C [sequences]) from what ``workspace`` holds."""
+    sums, tile_lengths = _scratch(probs, tokens_per_expert, workspace)
+    num_sequences, num_experts = tokens_per_expert.shape
+    own_sums = sums.new_zeros(num_sequences)
+    lengths = torch.zeros(num_sequences, dtype=torch.int64)
+    for b, (slot, own, _) in enumerate(reference.sequences(probs, cu_seqlens, None)):
+        slots = slice(slot, slot + num_tiles(*own.shape))
+        own_sums[b] = tree_sum(sums[slots], dim=0)
+        lengths[b] = tile_lengths[slots].sum()
+    return reference.loss_from_sums(own_sums, lengths, num_experts, topk, coeff)
+
+
+@sequence_aux_loss_from_tile_sums.register_kernel("cuda")
+def _(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    topk: int,
+    coeff: float,
+    workspace: Tensor,
+) -> tuple[Tensor, Tensor]:
+    partials, tile_lengths = _scratch(probs, tokens_per_expert, workspace)
+    num_sequences, num_experts = tokens_per_expert.shape
+    loss, scales = _empty_results(probs, tokens_per_expert)
+    sums = torch.empty_like(scales)
+    lengths = scales.new_empty(num_sequences, dtype=torch.int64)
+    load_kernels(__package__).loss_from_tile_sums(
+        partials,
+        tile_lengths,
+        cu_seqlens,
+        probs.shape[-2],
+        num_experts,
+        num_experts * coeff / topk,
+        sums,
+        lengths,
+        loss,
+        scales,
+    )
+    return loss, scales
+
+
+@sequence_aux_loss_from_tile_sums.register_fake
+def _(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    topk: int,
+    coeff: float,
+    workspace: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(probs, tokens_per_expert)
+
+
+def _empty_results(probs: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = accumulator_dtype(probs.dtype)
+    loss = probs.new_empty((), dtype=dtype)
+    return loss, probs.new_empty(tokens_per_expert.shape[0], dtype=dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    probs, tokens_per_expert, cu_seqlens, token_mask = inputs[:4]
+    _, scales = output
+    ctx.save_for_backward(tokens_per_expert, cu_seqlens, token_mask, scales)
+    ctx.probs_shape = probs.shape
+    ctx.probs_dtype = probs.dtype
+    ctx.mark_non_differentiable(scales)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    """A row over the experts per sequence: expanded over a batch's tokens, gathered by a pack's.
+
+    Plain PyTorch, so that Inductor fuses it into the router's backward and autograd can
+    differentiate it again.
+    """
+    if grad is None or not ctx.needs_input_grad[0]:
+        return (None,) * 7
+    tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
+    rows = (grad * scales)[:, None] * tokens_per_expert.to(scales.dtype)
+    # A sequence without tokens gives zero whatever its counts and the incoming gradient hold.
+    rows = cast(torch.where(scales[:, None] == 0, torch.zeros_like(rows), rows), ctx.probs_dtype)
+    if cu_seqlens is None:
+        grad_probs = rows[:, None, :].expand(ctx.probs_shape)
+    else:
+        tokens = torch.arange(ctx.probs_shape[0], device=rows.device, dtype=cu_seqlens.dtype)
+        # The number of ends at or before a token is its sequence; behind the last end lies padding.
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+        sequence = torch.where(tokens < cu_seqlens[0], rows.shape[0], sequence)
+        grad_probs = torch.nn.functional.pad(rows, (0, 0, 0, 1))[sequence]
+    if token_mask is not None:
+        grad_probs = torch.where(token_mask[..., None], grad_probs, torch.zeros_like(grad_probs))
+    return grad_probs, *(None,) * 6
+
+
+sequence_aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sequence_aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    topk: int,
+    coeff: float,
+    cu_seqlens: Tensor | None = None,
+    token_mask: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    _check(probs, tokens_per_expert, topk, cu_seqlens, token_mask)
+    size = sequence_aux_loss_workspace_size(
+        _num_tokens(probs), tokens_per_expert.shape[0], probs.shape[-1], probs.dtype
+    )
+    workspace = workspaces.resolve(OP, workspace, size, probs)
+    torch.ops.moe.sequence_aux_loss_tile_sums(
+        probs, tokens_per_expert, cu_seqlens, token_mask, workspace
+    )
+    loss, _ = torch.ops.moe.sequence_aux_loss_from_tile_sums(
+        probs, tokens_per_expert, cu_seqlens, token_mask, topk, coeff, workspace
+    )
+    return loss
+
+
+torch.library.define(
+    "moe::sequence_aux_loss",
+    "(Tensor probs, Tensor tokens_per_expert, int topk, float coeff, Tensor? cu_seqlens=None, "
+    "Tensor? token_mask=None, Tensor(a!)? workspace=None) -> Tensor",
+)
+torch.library.impl("moe::sequence_aux_loss", "CompositeImplicitAutograd", _sequence_aux_loss)

@@ -1,0 +1,135 @@
+"""Every kernel compiles for NVIDIA GPUs, which takes no GPU, and its PTX keeps the order rule."""
+
+import re
+
+import pytest
+import torch
+
+from moe_custom_ops.testing import make_assignments, make_probs
+from tests.conftest import INTERPRETED
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+def compile_launch(capability, kernel, num_programs, device, *args, overlap=False, **options):
+    """The PTX of one launch, specialised on its arguments as a launch on a GPU would be."""
+    if overlap:
+        options["OVERLAP"] = capability >= 90
+    names = kernel.arg_names
+    constants = {name: value for name, value in options.items() if name in names}
+    signature, attributes = dict.fromkeys(constants, "constexpr"), {}
+    generic = {names[i] for i, p in enumerate(kernel.params) if p.do_not_specialize}
+    for name, value in zip(names, args, strict=False):
+        if value is None or (isinstance(value, int) and value == 1 and name not in generic):
+            constants[name], signature[name] = value, "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if signature[name] != "constexpr" and aligned and name not in generic:
+            attributes[(names.index(name),)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    flags = {"num_warps": options["num_warps"]} if options.get("num_warps") else {}
+    compiled = triton.compile(source, target=target, options={**flags, "enable_fp_fusion": False})
+    return compiled.asm["ptx"]
+
+
+@pytest.fixture(params=[80, 90])
+def ptx(request, monkeypatch):
+    """What the launchers called in a test compile to, by kernel name."""
+    from moe_custom_ops.aux_loss import kernels as aux_loss
+    from moe_custom_ops.sequence_aux_loss import kernels as sequence_aux_loss
+    from moe_custom_ops.weighted_restore import kernels as weighted_restore
+
+    compiled = {}
+
+    def launch(kernel, *args, **options):
+        compiled[kernel.__name__] = compile_launch(request.param, kernel, *args, **options)
+
+    for module in (aux_loss, sequence_aux_loss, weighted_restore):
+        monkeypatch.setattr(module, "launch", launch)
+    yield compiled
+    assert compiled
+    for name, code in compiled.items():
+        assert not re.search(r"\bfma\.rn\.f(32|64)", code), f"{name}: contracted"
+        assert not re.search(r"\b(atom|red)\.\S*\.f(16|32|64)", code), f"{name}: a float atomic"
+        assert not re.search(r"\bdiv\.(full|approx)", code), f"{name}: an inexact division"
+        assert ".ftz" not in code, f"{name}: flushes subnormals"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1000, 8), (300, 64), (300, 256), (100, 2304)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_aux_loss(dtype, shape, masked, ptx):
+    from moe_custom_ops.aux_loss import kernels
+
+    probs, counts = make_probs(*shape, dtype=dtype)
+    mask = torch.ones(shape[0], dtype=torch.bool) if masked else None
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    partials = torch.empty(kernels.num_partials(*shape)[1], dtype=acc)
+    loss, scale = torch.empty((), dtype=acc), torch.empty((), dtype=acc)
+    kernels.tile_sums(probs, counts, mask, partials)
+    kernels.loss_from_tile_sums(partials, torch.tensor(5) if masked else None, 0.1, loss, scale)
+    assert set(ptx) == {"_aux_loss_tile_sums_kernel", "_aux_loss_from_tile_sums_kernel"}
+    if shape[1] in (64, 256):
+        loads = re.findall(r"ld\.global\S*\.(v4\.b32|v2\.b64)", ptx["_aux_loss_tile_sums_kernel"])
+        assert loads, "the loads of probs are not 16 bytes wide"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequence_aux_loss(dtype, masked, packed, ptx):
+    from moe_custom_ops.sequence_aux_loss import kernels
+
+    probs, _ = make_probs(120, 64, dtype=dtype)
+    probs = probs if packed else probs.view(3, 40, 64)
+    counts = torch.ones(3, 64)
+    ends = torch.tensor([0, 40, 80, 120], dtype=torch.int32) if packed else None
+    mask = torch.ones(probs.shape[:-1], dtype=torch.bool) if masked else None
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    partials, lengths = torch.empty(3, dtype=acc), torch.empty(3, dtype=torch.int32)
+    kernels.tile_sums(probs, counts, ends, mask, partials, lengths)
+    sums, scales, loss = torch.empty(3, dtype=acc), torch.empty(3, dtype=acc), torch.empty(1)
+    long = torch.empty(3, dtype=torch.int64)
+    kernels.loss_from_tile_sums(
+        partials, lengths, ends, probs.shape[-2], 64, 0.1, sums, long, loss.to(acc), scales
+    )
+    assert len(ptx) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("topk", "hidden"), [(1, 7), (3, 256), (8, 2048), (20, 300)])
+def test_weighted_restore(dtype, topk, hidden, ptx):
+    from moe_custom_ops.weighted_restore import kernels
+
+    scores, indices = make_assignments(5, topk, 32)
+    rows, tokens = torch.empty(5 * topk, hidden, dtype=dtype), torch.empty(5, hidden, dtype=dtype)
+    slots = torch.empty(5, topk, dtype=torch.int32)
+    kernels.invert(indices, slots.flatten())
+    kernels.weighted_restore(rows, scores, slots.flatten(), tokens, tokens, slots)
+    kernels.weighted_restore_backward(tokens, rows, scores, indices, slots, rows, scores)
+    assert len(ptx) == 4
+    if hidden == 2048:
+        for name in ("_weighted_restore_kernel", "_weighted_restore_backward_kernel"):
+            assert re.search(
+                r"(ld\.global\S*\.(v4\.b32|v2\.b64)|cp\.async\S* .*, (16|0x10))", ptx[name]
+            ), name
