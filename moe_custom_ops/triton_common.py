@@ -113,7 +113,9 @@ def sum_tokens(
             kept = tl.load(token_mask_ptr + tokens * stride_m, mask=token_mask, other=0) != 0
             token_mask = token_mask & kept
         mask = token_mask[:, None] & column_mask[None, :]
-        return widen(tl.load(ptrs, mask=mask, other=0.0), ACC)
+        # Each value is read once.
+        probs = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+        return widen(probs, ACC)
     else:
         HALF: tl.constexpr = COUNT // 2
         left = sum_tokens(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..aux_loss import aux_loss
+from ..sequence_aux_loss import sequence_aux_loss
 from ..weighted_restore import weighted_restore
 from .timing import copy_rate, graph_time, input_sets
 
@@ -16,6 +17,11 @@ AUX_LOSS_SHAPES = [  # (tokens, experts)
     (32768, 256),
     (131072, 128),
     (65536, 512),
+]
+SEQUENCE_SHAPES = [  # (sequences, tokens of each, experts)
+    (8, 4096, 256),
+    (32, 4096, 128),
+    (16, 4096, 512),
 ]
 RESTORE_SHAPES = [  # (tokens, topk, hidden)
     (32, 8, 7168),
@@ -38,6 +44,17 @@ def our_aux_loss(probs: Tensor, counts: Tensor) -> Tensor:
     return aux_loss(probs, counts, probs.shape[0], probs.shape[1], TOPK, COEFF)
 
 
+def eager_sequence_aux_loss(probs: Tensor, counts: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    num_sequences, num_experts = counts.shape
+    probs = probs.view(num_sequences, -1, num_experts)
+    scale = num_experts * COEFF / TOPK / probs.shape[1] ** 2 / num_sequences
+    return (probs.sum(1, dtype=torch.float32) * counts).sum() * scale
+
+
+def our_sequence_aux_loss(probs: Tensor, counts: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return sequence_aux_loss(probs, counts, TOPK, COEFF, cu_seqlens)
+
+
 def eager_restore(rows: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
     """Rows to token order, then the weighted sum over k in float32, as training codes write it."""
     num_tokens, topk = scores.shape
@@ -58,6 +75,25 @@ def benchmark_aux_loss(
     ]
     ours = graph_time(our_aux_loss, inputs, calls=50)
     return num_bytes / ours, ours, graph_time(eager_aux_loss, inputs, calls=50)
+
+
+def benchmark_sequence_aux_loss(
+    num_sequences: int, length: int, num_experts: int, packed: bool, device: torch.device
+) -> tuple[float, ...]:
+    num_tokens = num_sequences * length
+    num_bytes = num_tokens * num_experts * 4
+    shape = (num_tokens,) if packed else (num_sequences, length)
+    cu_seqlens = torch.arange(num_sequences + 1, device=device) * length if packed else None
+    inputs = [
+        (
+            torch.rand(*shape, num_experts, device=device),
+            torch.randint(0, 100, (num_sequences, num_experts), device=device),
+            cu_seqlens,
+        )
+        for _ in range(input_sets(num_bytes, device))
+    ]
+    ours = graph_time(our_sequence_aux_loss, inputs, calls=50)
+    return num_bytes / ours, ours, graph_time(eager_sequence_aux_loss, inputs, calls=50)
 
 
 def benchmark_restore(
@@ -112,6 +148,12 @@ def main() -> None:
             f"aux_loss forward T{tokens} E{experts}",
             benchmark_aux_loss(tokens, experts, device),
         )
+    for sequences, length, experts in SEQUENCE_SHAPES:
+        for packed in (False, True):
+            row(
+                f"sequence {'packed' if packed else 'batch'} B{sequences} S{length} E{experts}",
+                benchmark_sequence_aux_loss(sequences, length, experts, packed, device),
+            )
     for tokens, topk, hidden in RESTORE_SHAPES:
         for backward in (False, True):
             row(
