@@ -222,15 +222,20 @@ def _swiglu(x: Tensor) -> Tensor:
     return nn.functional.silu(gate) * value
 
 
+def _has_autocast(device_type: str) -> bool:
+    """A meta tensor's device has none. Dynamo of torch 2.11 cannot trace PyTorch's own question."""
+    return device_type in ("cpu", "cuda")
+
+
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    if torch.amp.is_autocast_available(device_type):
+    if _has_autocast(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
     device_type = weight.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return weight.dtype
 

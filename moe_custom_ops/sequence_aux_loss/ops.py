@@ -277,9 +277,12 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
         grad_probs = rows[:, None, :].expand(ctx.probs_shape)
     else:
         tokens = torch.arange(ctx.probs_shape[0], device=rows.device, dtype=cu_seqlens.dtype)
-        # The number of ends at or before a token is its sequence; behind the last end lies padding.
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
-        sequence = torch.where(tokens < cu_seqlens[0], rows.shape[0], sequence)
+        # A token's sequence is the last that begins at it or before it. Tokens of none take the
+        # row of zeros: -1 before the first, B behind the last. The clamp, which the forward has
+        # too, is also what makes the bounds a buffer of their own: on CUDA, Inductor of torch 2.11
+        # searched a slice from the beginning of the tensor that it was cut from.
+        bounds = cu_seqlens.clamp(0, ctx.probs_shape[0])
+        sequence = torch.searchsorted(bounds, tokens, right=True) - 1
         grad_probs = torch.nn.functional.pad(rows, (0, 0, 0, 1))[sequence]
     if token_mask is not None:
         grad_probs = torch.where(token_mask[..., None], grad_probs, torch.zeros_like(grad_probs))

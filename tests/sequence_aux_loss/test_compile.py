@@ -36,6 +36,16 @@ def test_one_graph_for_all_packs(backend, given):
     assert graphs() == 1
 
 
+def test_bounds_that_are_a_slice():
+    probs, counts, ends = pack([30, 34])
+    longer = torch.cat([torch.tensor([0, 0, 7]), ends])
+    leaf = probs.requires_grad_()
+    compiled = compile_fresh(lambda p, n, e: sequence_aux_loss(p, n, 2, 0.1, e[3:]))
+    (grad,) = torch.autograd.grad(compiled(leaf, counts, longer), leaf)
+    (expected,) = torch.autograd.grad(sequence_aux_loss(leaf, counts, 2, 0.1, ends), leaf)
+    assert_same_bits(grad, expected)
+
+
 def test_one_graph_for_all_batches():
     compiled = compile_fresh(lambda p, n, m: sequence_aux_loss(p, n, 2, 0.1, token_mask=m))
     for num_sequences, length in ((2, 5), (3, 300), (7, 64)):

@@ -82,6 +82,17 @@ def test_reduce_overhead_skips_no_cuda_graph(given):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+def test_bounds_that_are_a_slice_in_a_compiled_graph():
+    probs, counts, ends, mask = to_gpu(pack([1000, 0, 700]))
+    longer = torch.cat([ends.new_tensor([0, 0, 7]), ends])
+    compiled = torch.compile(
+        lambda p, n, topk, coeff, e, m: sequence_aux_loss(p, n, topk, coeff, e[3:], m),
+        fullgraph=True,
+    )
+    actual = loss_and_gradient(probs, counts, longer, mask, compiled)
+    assert_same(actual, loss_and_gradient(probs, counts, ends, mask))
+
+
 def test_captured_replay_reads_new_lengths():
     static = to_gpu(pack([1000] * 4))
     side = torch.cuda.Stream()
