@@ -4,9 +4,9 @@ Each raises ``TypeError`` (a wrong type or dtype) or ``ValueError`` (a wrong ran
 device) and names the op, the argument, what was expected and what came. They run on fake tensors
 too, so a mistake is reported while a graph is traced, before anything is launched or written.
 
-Conditions on types are plain ``if`` statements, which Dynamo traces through in the documented
-functions. Conditions on values go through ``torch._check_value``, which takes a ``SymBool``: a
-condition on a dynamic size becomes a guard of the graph, or a run-time assertion.
+Conditions are plain ``if`` statements, which Dynamo traces through in the documented functions.
+Inside the ops a condition on a dynamic size is a ``SymBool``; it goes through
+``torch._check_value``, and becomes a guard of the graph or a run-time assertion.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,10 @@ def one_of(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def value(condition: Any, op: str, argument: str, expected: str, got: object) -> None:
-    torch._check_value(condition, lambda: f"{op}: {argument} must be {expected}, got {got}")
+    if not isinstance(condition, bool):
+        torch._check_value(condition, lambda: f"{op}: {argument} must be {expected}, got {got}")
+    elif not condition:
+        raise ValueError(f"{op}: {argument} must be {expected}, got {got}")
 
 
 def type_(condition: bool, op: str, argument: str, expected: str, got: object) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moe_custom_ops import make_workspace
+from moe_custom_ops import aux_loss, aux_loss_workspace_size, make_workspace
 from moe_custom_ops.workspace import align, scratch
 
 
@@ -20,10 +20,15 @@ def test_make_workspace_refuses_what_is_no_size():
 
 
 def test_a_workspace_may_be_made_inside_a_compiled_region():
-    def call(x):
-        return x + make_workspace(64, "cpu").fill_(1)[0]
+    def call(probs, counts):
+        size = aux_loss_workspace_size(*probs.shape)
+        workspace = make_workspace(size, "cpu")
+        return aux_loss(probs, counts, probs.shape[0], 8, 2, 1.0, workspace)
 
-    assert torch.compile(call, fullgraph=True)(torch.ones(3)).tolist() == [2, 2, 2]
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for num_tokens in (5, 1000):
+        probs, counts = torch.rand(num_tokens, 8), torch.ones(8)
+        assert torch.equal(compiled(probs, counts), call(probs, counts))
 
 
 def test_align():
