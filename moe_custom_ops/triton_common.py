@@ -5,6 +5,7 @@ Importing this module needs triton; ops import it at their first CUDA call.
 
 import contextlib
 import functools
+import struct
 from typing import Any
 
 import torch
@@ -91,6 +92,12 @@ def widen(x, ACC: tl.constexpr):
 
 
 @triton.jit
+def float64_from_bits(bits):
+    """The inverse of ``float64_bits``."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def sum_tokens(
     ptrs,
     token_mask_ptr,
@@ -163,6 +170,11 @@ def token_groups(
     if num_warps is None:
         num_warps = min(max(threads_per_token // 32, 2 if num_programs <= FEW_PROGRAMS else 1), 4)
     return num_warps, min(max(32 * num_warps // threads_per_token, 1), block_t)
+
+
+def float64_bits(x: float) -> int:
+    """A float argument of a kernel arrives as float32; its bits, as an integer, arrive whole."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:

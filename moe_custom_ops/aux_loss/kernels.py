@@ -1,7 +1,5 @@
 """Triton kernels of aux_loss: one launch for the tiles, one small launch for the tree over them."""
 
-import struct
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +9,8 @@ from ..triton_common import (
     TRITON_DTYPES,
     as_bytes,
     chunk_columns,
+    float64_bits,
+    float64_from_bits,
     launch,
     strides,
     sum_tokens,
@@ -105,8 +105,7 @@ def _aux_loss_from_tile_sums_kernel(
         )
     total_sum = tree_sum(tl.reshape(block_sums, [1, MAX_BLOCKS]))  # [1]
 
-    # A float argument would arrive as float32, so the host sends the bits of its float64.
-    scale = scale_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    scale = float64_from_bits(scale_bits)
     if DEVICE_TOTAL:
         total = tl.load(total_ptr).to(tl.float64)
         scale = tl.where(total == 0.0, 0.0, scale / total / total).to(ACC)
@@ -172,7 +171,7 @@ def loss_from_tile_sums(
         loss_scale,
         partials.shape[0],
         blocks,
-        struct.unpack("<q", struct.pack("<d", scale))[0],
+        float64_bits(scale),
         BLOCK=min(next_power_of_2(max(partials.shape[0], 1)), FINAL_BLOCK),
         MAX_BLOCKS=next_power_of_2(max(blocks, 1)),
         ACC=TRITON_DTYPES[loss.dtype],

@@ -3,8 +3,6 @@
 Bounds in ``cu_seqlens`` are clamped to the pack, so no value of theirs reads outside it.
 """
 
-import struct
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +12,8 @@ from ..triton_common import (
     TRITON_DTYPES,
     as_bytes,
     chunk_columns,
+    float64_bits,
+    float64_from_bits,
     launch,
     strides,
     sum_tokens,
@@ -190,8 +190,7 @@ def _sequence_loss_kernel(
         lengths = tl.load(lengths_ptr + b, mask=b < num_sequences, other=0)
         non_empty += (lengths > 0).to(tl.int64)
     count = tl.sum(non_empty, axis=0).to(tl.float64)
-    # A float argument would arrive as float32, so the host sends the bits of its float64.
-    numerator = scale_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    numerator = float64_from_bits(scale_bits)
     blocks = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
     for block in range(MAX_BLOCKS):
@@ -314,7 +313,7 @@ def loss_from_tile_sums(
         loss,
         scales,
         num_sequences,
-        struct.unpack("<q", struct.pack("<d", scale))[0],
+        float64_bits(scale),
         BLOCK=block,
         MAX_BLOCKS=steps,
         ACC=acc,
