@@ -77,6 +77,7 @@ def integer(op: str, argument: str, number: object, minimum: int) -> None:
 def dtype(
     op: str, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype], got_note: str = ""
 ) -> None:
+    value(tensor.layout == torch.strided, op, argument, "a dense tensor", tensor.layout)
     got = dtype_name(tensor.dtype) + got_note
     type_(tensor.dtype in allowed, op, argument, one_of(allowed), got)
 
@@ -103,7 +104,6 @@ def rank(op: str, argument: str, tensor: Tensor, expected: str) -> None:
 
 
 def supported_device(op: str, argument: str, tensor: Tensor) -> None:
-    value(tensor.layout == torch.strided, op, argument, "a dense tensor", tensor.layout)
     value(
         tensor.device.type in DEVICE_TYPES,
         op,
@@ -121,6 +121,11 @@ def same_device(op: str, argument: str, tensor: Tensor, like: Tensor, like_name:
         f"on the device of {like_name}, {like.device}",
         tensor.device,
     )
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """An input that receives no gradient, so that a result does not claim to depend on it."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def no_forward_tangent(op: str, *tensors: Tensor | None) -> None:

@@ -45,14 +45,20 @@ class AuxLoss(nn.Module):
         checks.integer("AuxLoss", "max_tokens", max_tokens, 0)
         self.num_experts, self.topk, self.coeff = num_experts, topk, coeff
         self.max_tokens = max_tokens
-        size = aux_loss_workspace_size(max_tokens, num_columns or num_experts, dtype)
+        columns = num_experts if num_columns is None else num_columns
+        size = aux_loss_workspace_size(max_tokens, columns, dtype)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
         self.register_buffer("workspace", workspace, persistent=False)
 
     def forward(
-        self, probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: Tensor | int
+        self,
+        probs: Tensor,
+        tokens_per_expert: Tensor,
+        total_num_tokens: Tensor | int,
+        token_mask: Tensor | None = None,
     ) -> Tensor:
-        _check_tokens("AuxLoss", probs.shape[0], self.max_tokens)
+        checks.is_tensor("AuxLoss", "probs", probs)
+        _check_tokens("AuxLoss", math.prod(probs.shape[:1]), self.max_tokens)
         return aux_loss(
             probs,
             tokens_per_expert,
@@ -61,6 +67,7 @@ class AuxLoss(nn.Module):
             self.topk,
             self.coeff,
             self.workspace,
+            token_mask,
         )
 
     def extra_repr(self) -> str:
@@ -98,7 +105,9 @@ class WeightedRestore(nn.Module):
         token_indices_sorted: Tensor,
         addend: Tensor | None = None,
     ) -> Tensor:
-        _check_tokens("WeightedRestore", top_scores.shape[:-1].numel(), self.max_tokens)
+        checks.is_tensor("WeightedRestore", "top_scores", top_scores)
+        # Not ``shape.numel()``, which makes a symbolic size a constant.
+        _check_tokens("WeightedRestore", math.prod(top_scores.shape[:-1]), self.max_tokens)
         return weighted_restore(rows, top_scores, token_indices_sorted, addend, self.workspace)
 
     def extra_repr(self) -> str:
@@ -155,7 +164,7 @@ class MoE(nn.Module):
             checks.integer("MoE", name, size, minimum)
         if topk > num_experts:
             raise ValueError(f"MoE: topk must be at most num_experts = {num_experts}, got {topk}")
-        self.num_experts, self.topk = num_experts, topk
+        self.num_experts, self.topk, self.max_tokens = num_experts, topk, max_tokens
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
@@ -187,7 +196,13 @@ class MoE(nn.Module):
                 linear.reset_parameters()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = x.reshape(-1, x.shape[-1])
+        checks.is_tensor("MoE", "x", x)
+        checks.type_(x.is_floating_point(), "MoE", "x", "of a float dtype", x.dtype)
+        hidden_size = self.up.shape[1]
+        if x.dim() == 0 or x.shape[-1] != hidden_size:
+            raise ValueError(f"MoE: x must be of shape [*, {hidden_size}], got {list(x.shape)}")
+        _check_tokens("MoE", math.prod(x.shape[:-1]), self.max_tokens)
+        tokens = x.reshape(-1, hidden_size)
         with _no_autocast(x.device.type):
             logits = nn.functional.linear(tokens.float(), self.router.weight.float())
             probs = logits.softmax(-1)
@@ -235,7 +250,9 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
     device_type = weight.device.type
-    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+    # Autocast leaves float64 as it is.
+    casts = _has_autocast(device_type) and weight.dtype != torch.float64
+    if casts and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return weight.dtype
 

@@ -22,12 +22,11 @@ POINTERS = {
 }
 
 
-def compile_launch(capability, kernel, num_programs, device, *args, overlap=False, **options):
+def compile_launch(capability, kernel, args, options):
     """The PTX of one launch, specialised on its arguments as a launch on a GPU would be."""
-    if overlap:
-        options["OVERLAP"] = capability >= 90
     names = kernel.arg_names
     constants = {name: value for name, value in options.items() if name in names}
+    flags = {name: options[name] for name in ("num_warps", "enable_fp_fusion") if name in options}
     signature, attributes = dict.fromkeys(constants, "constexpr"), {}
     generic = {names[i] for i, p in enumerate(kernel.params) if p.do_not_specialize}
     for name, value in zip(names, args, strict=False):
@@ -47,33 +46,49 @@ def compile_launch(capability, kernel, num_programs, device, *args, overlap=Fals
         attrs=attributes,
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    flags = {"num_warps": options["num_warps"]} if options.get("num_warps") else {}
-    compiled = triton.compile(source, target=target, options={**flags, "enable_fp_fusion": False})
-    return compiled.asm["ptx"]
+    return triton.compile(source, target=target, options=flags).asm["ptx"]
 
 
 @pytest.fixture(params=[80, 90])
 def ptx(request, monkeypatch):
-    """What the launchers called in a test compile to, by kernel name."""
-    from moe_custom_ops.aux_loss import kernels as aux_loss
-    from moe_custom_ops.sequence_aux_loss import kernels as sequence_aux_loss
-    from moe_custom_ops.weighted_restore import kernels as weighted_restore
+    """What the launches of a test compile to, by kernel name."""
+    from moe_custom_ops import triton_common
 
     compiled = {}
 
-    def launch(kernel, *args, **options):
-        compiled[kernel.__name__] = compile_launch(request.param, kernel, *args, **options)
+    def capture(kernel, grid):
+        def run(*args, **options):
+            code = compile_launch(request.param, kernel, args, options)
+            compiled[kernel.__name__] = code
+            check_order_rule(kernel.__name__, code)
+            if options.get("launch_pdl"):
+                wait, access = (
+                    code.index("griddepcontrol.wait"),
+                    re.search(r"\b(ld|st)\.global", code),
+                )
+                assert wait < access.start(), f"{kernel.__name__}: memory before the wait"
+            else:
+                assert "griddepcontrol" not in code
 
-    for module in (aux_loss, sequence_aux_loss, weighted_restore):
-        monkeypatch.setattr(module, "launch", launch)
+        return run
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "__getitem__", capture, raising=False)
+    monkeypatch.setattr(triton_common, "_can_overlap", lambda device: request.param >= 90)
     yield compiled
     assert compiled
-    for name, code in compiled.items():
-        # An operation that names no rounding is one that the assembler may contract.
-        assert not re.search(r"\b(fma\.rn|mul|add|sub)\.f(32|64)", code), f"{name}: contracted"
-        assert not re.search(r"\b(atom|red)\.\S*\.f(16|32|64)", code), f"{name}: a float atomic"
-        assert not re.search(r"\bdiv\.(full|approx)", code), f"{name}: an inexact division"
-        assert ".ftz" not in code, f"{name}: flushes subnormals"
+
+
+def check_order_rule(name, code):
+    # An operation that names no rounding is one that the assembler may contract.
+    assert not re.search(r"\b(fma\.rn|mul|add|sub)\.f(32|64)", code), f"{name}: contracted"
+    assert not re.search(r"\b(atom|red)\.\S*\.b?f(16|32|64)", code), f"{name}: a float atomic"
+    assert not re.search(r"\bdiv\.(full|approx)", code), f"{name}: an inexact division"
+    assert ".ftz" not in code, f"{name}: flushes subnormals"
+
+
+def check_wide_loads(code):
+    """16 bytes at a time, to registers or by an asynchronous copy."""
+    assert re.search(r"ld\.global\S*\.(v4\.b32|v2\.b64)|cp\.async\S* .*, (16|0x10)", code)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -91,19 +106,19 @@ def test_aux_loss(dtype, shape, masked, ptx):
     kernels.loss_from_tile_sums(partials, torch.tensor(5) if masked else None, 0.1, loss, scale)
     assert set(ptx) == {"_aux_loss_tile_sums_kernel", "_aux_loss_from_tile_sums_kernel"}
     if shape[1] in (64, 256):
-        loads = re.findall(r"ld\.global\S*\.(v4\.b32|v2\.b64)", ptx["_aux_loss_tile_sums_kernel"])
-        assert loads, "the loads of probs are not 16 bytes wide"
+        check_wide_loads(ptx["_aux_loss_tile_sums_kernel"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_sequence_aux_loss(dtype, masked, packed, ptx):
+@pytest.mark.parametrize("num_experts", [64, 256])
+def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
     from moe_custom_ops.sequence_aux_loss import kernels
 
-    probs, _ = make_probs(120, 64, dtype=dtype)
-    probs = probs if packed else probs.view(3, 40, 64)
-    counts = torch.ones(3, 64)
+    probs, _ = make_probs(120, num_experts, dtype=dtype)
+    probs = probs if packed else probs.view(3, 40, num_experts)
+    counts = torch.ones(3, num_experts)
     ends = torch.tensor([0, 40, 80, 120], dtype=torch.int32) if packed else None
     mask = torch.ones(probs.shape[:-1], dtype=torch.bool) if masked else None
     acc = torch.float64 if dtype == torch.float64 else torch.float32
@@ -112,9 +127,10 @@ def test_sequence_aux_loss(dtype, masked, packed, ptx):
     sums, scales, loss = torch.empty(3, dtype=acc), torch.empty(3, dtype=acc), torch.empty(1)
     long = torch.empty(3, dtype=torch.int64)
     kernels.loss_from_tile_sums(
-        partials, lengths, ends, probs.shape[-2], 64, 0.1, sums, long, loss.to(acc), scales
+        partials, lengths, ends, probs.shape[-2], num_experts, 0.1, sums, long, loss.to(acc), scales
     )
     assert len(ptx) == 3
+    check_wide_loads(ptx["_sequence_tile_sums_kernel"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -131,6 +147,4 @@ def test_weighted_restore(dtype, topk, hidden, ptx):
     assert len(ptx) == 4
     if hidden == 2048:
         for name in ("_weighted_restore_kernel", "_weighted_restore_backward_kernel"):
-            assert re.search(
-                r"(ld\.global\S*\.(v4\.b32|v2\.b64)|cp\.async\S* .*, (16|0x10))", ptx[name]
-            ), name
+            check_wide_loads(ptx[name])

@@ -141,6 +141,51 @@ def test_any_dtype_of_layer(dtype, how):
     assert all((p.grad != 0).any() for p in layer.parameters())
 
 
+def test_autocast_leaves_float64_as_it_is():
+    layer = make_layer(dtype=torch.float64, shared_intermediate_size=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(8, HIDDEN))[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_keeps_the_token_count_symbolic(strict):
+    layer = make_layer(shared_intermediate_size=16)
+    tokens = torch.export.Dim("tokens", min=2, max=MAX_TOKENS)
+    x = torch.randn(50, HIDDEN)
+    shapes = ({0: tokens},)
+    program = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=strict).module()
+    more = torch.randn(99, HIDDEN)
+    torch.testing.assert_close(program(more)[0], layer(more)[0])
+
+
+def test_inputs_of_the_modules_are_checked():
+    layer = make_layer()
+    with pytest.raises(ValueError, match=r"MoE: x must be of shape \[\*, 32\], got \[8, 31\]"):
+        layer(torch.randn(8, 31))
+    with pytest.raises(TypeError, match=r"MoE: x must be of a float dtype, got torch\.int64"):
+        layer(torch.ones(8, HIDDEN, dtype=torch.int64))
+    with pytest.raises(TypeError, match="MoE: x must be a Tensor, got list"):
+        layer([1.0])
+    with pytest.raises(ValueError, match=r"MoE: .* at most max_tokens = 256 tokens, got 257"):
+        layer(torch.randn(257, HIDDEN))
+    with pytest.raises(TypeError, match="AuxLoss: probs must be a Tensor, got float"):
+        layer.aux_loss(1.0, torch.ones(6), 1)
+    with pytest.raises(ValueError, match="aux_loss: probs must be of shape"):
+        layer.aux_loss(torch.tensor(1.0), torch.ones(6), 1)
+    with pytest.raises(TypeError, match="WeightedRestore: top_scores must be a Tensor, got list"):
+        layer.restore(torch.randn(4, 8), [1.0], torch.arange(4))
+
+
+def test_aux_loss_module_takes_a_mask():
+    probs, counts = make_probs(60, EXPERTS)
+    mask = torch.arange(60) % 3 > 0
+    module = AuxLoss(EXPERTS, TOPK, 1e-2, MAX_TOKENS)
+    expected = module(probs[mask].contiguous(), counts, 40)
+    torch.testing.assert_close(
+        module(probs.masked_fill(~mask[:, None], torch.nan), counts, 40, mask), expected
+    )
+
+
 def test_on_meta():
     layer = make_layer(device="meta", shared_intermediate_size=16)
     out, loss, counts = layer(torch.randn(8, HIDDEN, device="meta"))

@@ -41,9 +41,10 @@ def aux_loss(
         tokens_per_expert: number of assignments per column [columns]; int32, int64, float32 or
             float64. A constant: it receives no gradient.
         total_num_tokens: tokens that the counts were taken over. An int of at least 1 (0 is fine
-            when ``probs`` has no tokens), or a one-element int32, int64, float32 or float64 tensor
-            on the device of ``probs``, which is never rounded or copied to the host and may change
-            between replays of a CUDA graph; where it is 0, loss and gradient are 0.
+            when ``probs`` has no tokens, or with a ``token_mask``), or a one-element int32, int64,
+            float32 or float64 tensor on the device of ``probs``, which is never rounded or copied
+            to the host and may change between replays of a CUDA graph. Where it is 0, loss and
+            gradient are 0. A constant: it receives no gradient.
         num_experts: experts of the layer, at least 1.
         topk: experts per token, at least 1.
         coeff: weight of the loss, a constant of a compiled graph. For a schedule pass 1.0 and

@@ -100,7 +100,8 @@ def _check(
         )
         checks.same_device(OP, "total_num_tokens", total_num_tokens, probs, "probs")
     else:
-        minimum = 0 if probs.shape[0] == 0 else 1
+        # 0 where there may be no token to count; sym_min, as an unbacked size has no ``if``.
+        minimum = torch.sym_min(probs.shape[0], 1) if token_mask is None else 0
         checks.integer(OP, "total_num_tokens", total_num_tokens, minimum)
     total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
     checks.no_forward_tangent(OP, probs, tokens_per_expert, total)
@@ -171,9 +172,11 @@ def _(
     partials = workspaces.scratch(OP, workspace, count, dtype)
     scale = num_experts * coeff / topk
     if total is None:
-        scale = scale / total_int / total_int if total_int else 0.0
+        scale = scale / total_int / total_int
     loss = probs.new_empty((), dtype=dtype)
     loss_scale = probs.new_empty((), dtype=dtype)
+    if total is None and total_int == 0:
+        return loss.zero_(), loss_scale.zero_()
     kernels.loss_from_tile_sums(partials, total, scale, loss, loss_scale)
     return loss, loss_scale
 
@@ -238,8 +241,11 @@ def _aux_loss(
     _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk, token_mask)
     size = aux_loss_workspace_size(probs.shape[0], probs.shape[1], probs.dtype)
     workspace = workspaces.resolve(OP, workspace, size, probs)
+    tokens_per_expert = checks.constant(tokens_per_expert)
     total, total_int = (
-        (total_num_tokens, 0) if isinstance(total_num_tokens, Tensor) else (None, total_num_tokens)
+        (checks.constant(total_num_tokens), 0)
+        if isinstance(total_num_tokens, Tensor)
+        else (None, total_num_tokens)
     )
     torch.ops.moe.aux_loss_tile_sums(probs, tokens_per_expert, token_mask, workspace)
     loss, _ = torch.ops.moe.aux_loss_from_tile_sums(

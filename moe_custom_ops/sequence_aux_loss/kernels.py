@@ -198,7 +198,9 @@ def _sequence_loss_kernel(
         length = tl.load(lengths_ptr + b, mask=b < num_sequences, other=0).to(tl.float64)
         scales = tl.where(length > 0.0, numerator / length / length / count, 0.0).to(ACC)
         tl.store(scales_ptr + b, scales, mask=b < num_sequences)
-        terms = scales * tl.load(sums_ptr + b, mask=b < num_sequences, other=0.0)
+        sums = tl.load(sums_ptr + b, mask=b < num_sequences, other=0.0)
+        # A sequence without tokens is skipped even where its counts are NaN.
+        terms = tl.where(length > 0.0, scales * sums, 0.0)
         block_sums = tl.where(blocks == block, tree_sum(tl.reshape(terms, [1, BLOCK])), block_sums)
     tl.store(loss_ptr + tl.arange(0, 1), tree_sum(tl.reshape(block_sums, [1, MAX_BLOCKS])))
 
@@ -226,7 +228,7 @@ def tile_sums(
     num_tokens, num_columns = probs.shape[-2:]
     num_sequences = tokens_per_expert.shape[0]
     packed = cu_seqlens is not None
-    slots = tile_lengths.shape[0]
+    slots = tile_lengths.shape[0] if num_sequences else 0
     if not packed:
         slots = num_sequences * num_tiles(num_tokens, num_columns)
     chunks = num_chunks(tile_lengths.shape[0], num_columns)

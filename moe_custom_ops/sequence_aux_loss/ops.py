@@ -199,7 +199,12 @@ def sequence_aux_loss_from_tile_sums(
         slots = slice(slot, slot + num_tiles(*own.shape))
         own_sums[b] = tree_sum(sums[slots], dim=0)
         lengths[b] = tile_lengths[slots].sum()
-    return reference.loss_from_sums(own_sums, lengths, num_experts, topk, coeff)
+    results = _empty_results(probs, tokens_per_expert)
+    computed = reference.loss_from_sums(own_sums, lengths, num_experts, topk, coeff)
+    # Into fresh tensors: a view returned here could not be changed in place by the caller.
+    for result, value in zip(results, computed, strict=True):
+        result.copy_(value)
+    return results
 
 
 @sequence_aux_loss_from_tile_sums.register_kernel("cuda")
@@ -212,6 +217,7 @@ def _(
     coeff: float,
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
     partials, tile_lengths = _scratch(probs, tokens_per_expert, workspace)
     num_sequences, num_experts = tokens_per_expert.shape
     loss, scales = _empty_results(probs, tokens_per_expert)
@@ -306,6 +312,7 @@ def _sequence_aux_loss(
         _num_tokens(probs), tokens_per_expert.shape[0], probs.shape[-1], probs.dtype
     )
     workspace = workspaces.resolve(OP, workspace, size, probs)
+    tokens_per_expert = checks.constant(tokens_per_expert)
     torch.ops.moe.sequence_aux_loss_tile_sums(
         probs, tokens_per_expert, cu_seqlens, token_mask, workspace
     )

@@ -65,7 +65,8 @@ def loss_from_sums(
     # A Python float over a tensor is a reciprocal times the float, which rounds once more.
     scales = torch.full_like(length, num_experts * coeff / topk) / length / length / non_empty
     scales = torch.where(lengths > 0, scales, 0.0).to(sums.dtype)
-    return tree_sum(scales * sums, dim=0), scales
+    # A sequence without tokens is skipped even where its counts are NaN.
+    return tree_sum(torch.where(lengths > 0, scales * sums, 0.0), dim=0), scales
 
 
 def sequence_aux_loss(

@@ -44,6 +44,19 @@ def test_a_device_total_is_one_graph_too():
     assert graphs() == 1
 
 
+def test_a_token_count_that_depends_on_data():
+    def kept_loss(probs, counts, keep):
+        kept = probs[keep]
+        return aux_loss(kept, counts, kept.shape[0], 24, 2, 1e-2)
+
+    probs, counts = make_probs(64, 24)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = compile_fresh(kept_loss, "aot_eager")
+        for modulus in (2, 3):
+            keep = torch.arange(64) % modulus > 0
+            assert_same_bits(compiled(probs, counts, keep), kept_loss(probs, counts, keep))
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_no_token_and_one_token_work(num_tokens):
     compiled = compile_fresh(lambda p, n: aux_loss(p, n, num_tokens, 24, 2, 1e-2))

@@ -133,6 +133,15 @@ def test_the_backward_allocates_no_tensor_of_the_size_of_probs():
     assert torch.cuda.max_memory_allocated() - before < 100_000
 
 
+def test_a_mask_of_no_token_takes_a_total_of_zero():
+    probs = torch.full((60, 16), torch.inf, device="cuda", requires_grad=True)
+    nobody = torch.zeros(60, dtype=torch.bool, device="cuda")
+    for total in (0, torch.tensor(0, device="cuda")):
+        loss = aux_loss(probs, torch.ones(16, device="cuda"), total, 16, 2, 1e-2, None, nobody)
+        (grad,) = torch.autograd.grad(loss, probs)
+        assert loss.item() == 0 and (grad == 0).all()
+
+
 def test_a_device_that_is_not_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

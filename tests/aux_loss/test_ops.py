@@ -172,6 +172,29 @@ def test_masked_tokens_add_nothing_whatever_they_hold(dtype, total):
     assert_within(probs.grad[mask], exact, exact, roundings=4)
 
 
+def test_a_mask_of_no_token_takes_a_total_of_zero():
+    probs, counts = make_probs(60, 16)
+    probs.requires_grad_()
+    nobody = torch.zeros(60, dtype=torch.bool)
+    loss = aux_loss(probs, counts, 0, 16, 2, 1e-2, token_mask=nobody)
+    loss.backward()
+    assert loss.item() == 0 and (probs.grad == 0).all()
+
+
+def test_counts_and_total_are_constants():
+    probs, counts = make_probs(60, 16)
+    total = torch.tensor(60.0, requires_grad=True)
+    assert not aux_loss(probs, counts.float().requires_grad_(), total, 16, 2, 1e-2).requires_grad
+
+
+def test_the_loss_may_be_changed_in_place():
+    probs, counts = make_probs(60, 16)
+    loss = aux_loss(probs.requires_grad_(), counts, 60, 16, 2, 1e-2)
+    expected = loss.detach() + 1
+    loss += 1
+    assert_same_bits(loss, expected)
+
+
 def test_a_mask_of_all_tokens_changes_no_bit():
     probs, counts = make_probs(60, 16)
     everyone = torch.ones(60, dtype=torch.bool)

@@ -96,6 +96,21 @@ def test_many_sequences(index_dtype, kernel_device, monkeypatch):
     check(probs, counts, ends.to(index_dtype), None, kernel_device)
 
 
+def test_no_sequences(kernel_device):
+    probs, _ = make_probs(1200, 8)
+    check(probs, torch.ones(0, 8), torch.tensor([0]), None, kernel_device)
+    check(torch.rand(0, 40, 8), torch.ones(0, 8), None, None, kernel_device)
+
+
+def test_an_empty_sequence_is_skipped_whatever_its_counts_hold(kernel_device):
+    probs, counts, ends = packed([40, 7, 0])
+    counts = counts.float()
+    counts[1:] = torch.nan
+    mask = torch.arange(47) < 40
+    check(probs, counts, ends, mask, kernel_device)
+    assert run(probs, counts, ends, mask, kernel_device)[0] > 0
+
+
 def test_strides(kernel_device):
     probs, counts, _ = packed([20] * 3, 16)
     batch = probs.view(3, 20, 16)

@@ -195,6 +195,36 @@ def test_opcheck(requires_grad, given, layout):
     opcheck(torch.ops.moe.sequence_aux_loss_from_tile_sums.default, arguments)
 
 
+def test_a_masked_sequence_is_skipped_whatever_its_counts_hold():
+    probs, counts, ends = packed([30, 50])
+    expected = sequence_aux_loss(probs[:30], counts[:1], 2, 0.1, ends[:2])
+    counts = counts.float()
+    counts[1] = torch.nan
+    mask = torch.arange(80) < 30
+    leaf = probs.requires_grad_()
+    loss = sequence_aux_loss(leaf, counts, 2, 0.1, ends, mask)
+    assert_same_bits(loss, expected)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    assert grad.isfinite().all() and (grad[30:] == 0).all() and (grad[:30] != 0).any()
+
+
+def test_the_loss_may_be_changed_in_place():
+    probs, counts = batch()
+    leaf = probs.requires_grad_()
+    loss = sequence_aux_loss(leaf, counts, 2, 0.1)
+    expected = loss.detach() + 1
+    loss += 1
+    assert_same_bits(loss, expected)
+    loss.backward()
+    assert (leaf.grad != 0).any()
+
+
+def test_counts_are_a_constant():
+    probs, counts = batch()
+    loss = sequence_aux_loss(probs, counts.float().requires_grad_(), 2, 0.1)
+    assert not loss.requires_grad
+
+
 def test_bounds_outside_the_pack_are_clamped():
     probs, counts, _ = packed([20, 30])
     clamped = sequence_aux_loss(probs, counts, 2, 0.1, torch.tensor([0, 20, 50]))
