@@ -117,7 +117,7 @@ def aux_loss_tile_sums(
 
 
 @aux_loss_tile_sums.register_kernel("cuda")
-def _(
+def _aux_loss_tile_sums_cuda(
     probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None, workspace: Tensor
 ) -> None:
     _check_lengths(probs, tokens_per_expert, token_mask)
@@ -155,7 +155,7 @@ def aux_loss_from_tile_sums(
 
 
 @aux_loss_from_tile_sums.register_kernel("cuda")
-def _(
+def _aux_loss_from_tile_sums_cuda(
     probs: Tensor,
     tokens_per_expert: Tensor,
     token_mask: Tensor | None,
@@ -170,13 +170,13 @@ def _(
     dtype = accumulator_dtype(probs.dtype)
     _, count = kernels.num_partials(*probs.shape)
     partials = workspaces.scratch(OP, workspace, count, dtype)
-    scale = num_experts * coeff / topk
-    if total is None:
-        scale = scale / total_int / total_int
     loss = probs.new_empty((), dtype=dtype)
     loss_scale = probs.new_empty((), dtype=dtype)
-    if total is None and total_int == 0:
-        return loss.zero_(), loss_scale.zero_()
+    scale = num_experts * coeff / topk
+    if total is None:
+        if total_int == 0:
+            return loss.zero_(), loss_scale.zero_()
+        scale = scale / total_int / total_int
     kernels.loss_from_tile_sums(partials, total, scale, loss, loss_scale)
     return loss, loss_scale
 

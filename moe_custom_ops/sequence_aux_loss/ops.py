@@ -153,7 +153,7 @@ def sequence_aux_loss_tile_sums(
 
 
 @sequence_aux_loss_tile_sums.register_kernel("cuda")
-def _(
+def _sequence_aux_loss_tile_sums_cuda(
     probs: Tensor,
     tokens_per_expert: Tensor,
     cu_seqlens: Tensor | None,
@@ -208,7 +208,7 @@ def sequence_aux_loss_from_tile_sums(
 
 
 @sequence_aux_loss_from_tile_sums.register_kernel("cuda")
-def _(
+def _sequence_aux_loss_from_tile_sums_cuda(
     probs: Tensor,
     tokens_per_expert: Tensor,
     cu_seqlens: Tensor | None,

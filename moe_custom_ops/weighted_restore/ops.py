@@ -109,7 +109,9 @@ def invert_permutation(
 
 
 @invert_permutation.register_kernel("cuda")
-def _(token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor) -> None:
+def _invert_permutation_cuda(
+    token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor
+) -> None:
     inverse = _inverse(workspace, num_assignments)
     load_kernels(__package__).invert(token_indices_sorted, inverse)
 
@@ -146,7 +148,7 @@ def weighted_restore_gather(
 
 
 @weighted_restore_gather.register_kernel("cuda")
-def _(
+def _weighted_restore_gather_cuda(
     rows: Tensor,
     top_scores: Tensor,
     token_indices_sorted: Tensor,
@@ -201,7 +203,7 @@ def weighted_restore_backward(
 
 
 @weighted_restore_backward.register_kernel("cuda")
-def _(
+def _weighted_restore_backward_cuda(
     grad: Tensor,
     rows: Tensor,
     top_scores: Tensor,
@@ -210,6 +212,8 @@ def _(
     need_rows: bool,
     need_scores: bool,
 ) -> tuple[Tensor, Tensor]:
+    _check_lengths(rows, top_scores, token_indices_sorted)
+    checks.shape(OP, "slots", slots, "that of top_scores", slots.shape == top_scores.shape)
     grad_rows, grad_scores = _empty_grads(rows, top_scores, need_rows, need_scores)
     load_kernels(__package__).weighted_restore_backward(
         _flat(grad),

@@ -1,0 +1,151 @@
+"""The CUDA implementations of the inner ops, host code included, against those for the CPU.
+
+Under the interpreter they take CPU tensors, so CI runs them too.
+"""
+
+import pytest
+import torch
+
+from moe_custom_ops.aux_loss import ops as aux
+from moe_custom_ops.sequence_aux_loss import ops as sequence
+from moe_custom_ops.testing import assert_same_bits, make_assignments, make_probs
+from moe_custom_ops.weighted_restore import ops as restore
+
+pytestmark = pytest.mark.kernels
+
+
+def garbage(num_bytes):
+    return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+
+def to(device, call):
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in call]
+
+
+def check(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "total"),
+    [
+        (0, 0),
+        (0, 7),
+        (60, 40),
+        (60, torch.tensor(39.5)),
+        (60, torch.tensor(0)),
+        (0, torch.tensor(0)),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_aux_loss(num_tokens, total, masked, kernel_device):
+    probs, counts = make_probs(num_tokens, 16)
+    mask = torch.arange(num_tokens) % 3 > 0 if masked else None
+    tensor, number = (total, 0) if isinstance(total, torch.Tensor) else (None, total)
+    size = aux.aux_loss_workspace_size(num_tokens, 16)
+
+    def run(tile_sums, from_tile_sums, device):
+        inputs = to(device, (probs, counts, mask))
+        workspace = garbage(size).to(device)
+        tile_sums(*inputs, workspace)
+        rest = (*to(device, [tensor]), number, 8, 2, 1e-2, workspace)
+        return from_tile_sums(*inputs, *rest)
+
+    check(
+        run(aux._aux_loss_tile_sums_cuda, aux._aux_loss_from_tile_sums_cuda, kernel_device),
+        run(aux.aux_loss_tile_sums, aux.aux_loss_from_tile_sums, "cpu"),
+    )
+
+
+def test_aux_loss_of_no_token_and_a_total_of_zero_hides_infinity(kernel_device):
+    probs = torch.full((60, 16), torch.inf, device=kernel_device)
+    counts = torch.ones(16, device=kernel_device)
+    nobody = torch.zeros(60, dtype=torch.bool, device=kernel_device)
+    workspace = garbage(aux.aux_loss_workspace_size(60, 16)).to(kernel_device)
+    aux._aux_loss_tile_sums_cuda(probs, counts, nobody, workspace)
+    loss, scale = aux._aux_loss_from_tile_sums_cuda(
+        probs, counts, nobody, None, 0, 8, 2, 1e-2, workspace
+    )
+    assert loss.item() == 0 and scale.item() == 0
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [40, 0, 7], [700]])
+@pytest.mark.parametrize("layout", ["packed", "masked", "batch"])
+def test_sequence_aux_loss(lengths, layout, kernel_device):
+    counts = torch.ones(len(lengths), 16)
+    if layout == "batch":
+        probs = make_probs(30 * len(lengths), 16)[0].view(len(lengths), 30, 16)
+        ends = mask = None
+    else:
+        # At least one tile, which no sequence holds where there is none.
+        probs, _ = make_probs(max(sum(lengths), 600), 16)
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        mask = torch.arange(probs.shape[0]) % 3 > 0 if layout == "masked" else None
+    num_tokens = probs.shape[:-1].numel()
+    size = sequence.sequence_aux_loss_workspace_size(num_tokens, len(lengths), 16)
+
+    def run(tile_sums, from_tile_sums, device):
+        inputs = to(device, (probs, counts, ends, mask))
+        workspace = garbage(size).to(device)
+        tile_sums(*inputs, workspace)
+        return from_tile_sums(*inputs, 2, 0.1, workspace)
+
+    check(
+        run(
+            sequence._sequence_aux_loss_tile_sums_cuda,
+            sequence._sequence_aux_loss_from_tile_sums_cuda,
+            kernel_device,
+        ),
+        run(sequence.sequence_aux_loss_tile_sums, sequence.sequence_aux_loss_from_tile_sums, "cpu"),
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 6])
+@pytest.mark.parametrize("num_rows", [0, 5, 18, 30])
+@pytest.mark.parametrize("with_addend", [False, True])
+def test_weighted_restore(num_tokens, num_rows, with_addend, kernel_device):
+    scores, indices = make_assignments(num_tokens, 3, 8)
+    indices = torch.cat([indices, torch.full((30,), -1)])[:num_rows]
+    rows = torch.randn(num_rows, 20)
+    lead = (2, num_tokens // 2)
+    scores, grad = scores.view(*lead, 3), torch.randn(*lead, 20)
+    addend = torch.randn(*lead, 20) if with_addend else None
+    size = restore.weighted_restore_workspace_size(num_tokens, 3)
+
+    def run(invert, gather, backward, device):
+        inputs = to(device, (rows, scores, indices))
+        workspace = garbage(size).to(device)
+        invert(inputs[2], scores.numel(), workspace)
+        out, slots = gather(*inputs, *to(device, [addend]), workspace)
+        grads = backward(*to(device, [grad]), *inputs, slots, True, True)
+        only_scores = backward(*to(device, [grad]), *inputs, slots, False, True)
+        assert only_scores[0].shape == (0,)
+        assert_same_bits(only_scores[1], grads[1])
+        return out, slots, *grads
+
+    cuda = (
+        restore._invert_permutation_cuda,
+        restore._weighted_restore_gather_cuda,
+        restore._weighted_restore_backward_cuda,
+    )
+    cpu = (
+        restore.invert_permutation,
+        restore.weighted_restore_gather,
+        restore.weighted_restore_backward,
+    )
+    check(run(*cuda, kernel_device), run(*cpu, "cpu"))
+
+
+def test_a_direct_call_with_wrong_lengths_is_refused(kernel_device):
+    scores, indices = make_assignments(6, 3, 8)
+    rows, grad = torch.randn(18, 20), torch.randn(6, 20)
+    slots = torch.zeros(6, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="token_indices_sorted must be of shape"):
+        restore._weighted_restore_backward_cuda(
+            *to(kernel_device, (grad, rows, scores, indices[:9], slots)), True, True
+        )
+    with pytest.raises(ValueError, match="slots must be of shape"):
+        restore._weighted_restore_backward_cuda(
+            *to(kernel_device, (grad, rows, scores, indices, slots[:2])), True, True
+        )
