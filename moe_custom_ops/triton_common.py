@@ -162,6 +162,11 @@ def chunk_columns(num_tiles: int, num_columns: int) -> int:
     return columns
 
 
+def num_chunks(num_tiles: int, num_columns: int) -> int:
+    """Chunks of columns per tile, a power of two."""
+    return next_power_of_2(num_columns) // chunk_columns(num_tiles, num_columns)
+
+
 def token_groups(
     block_t: int, block_c: int, dtype: torch.dtype, num_programs: int, num_warps: int | None = None
 ) -> tuple[int, int]:

@@ -62,11 +62,9 @@ def ptx(request, monkeypatch):
             compiled[kernel.__name__] = code
             check_order_rule(kernel.__name__, code)
             if options.get("launch_pdl"):
-                wait, access = (
-                    code.index("griddepcontrol.wait"),
-                    re.search(r"\b(ld|st)\.global", code),
-                )
-                assert wait < access.start(), f"{kernel.__name__}: memory before the wait"
+                access = re.search(r"\b(ld|st)\.global", code).start()
+                wait = code.index("griddepcontrol.wait")
+                assert wait < access, f"{kernel.__name__}: memory before the wait"
             else:
                 assert "griddepcontrol" not in code
 

@@ -8,10 +8,10 @@ from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_to
 from ..triton_common import (
     TRITON_DTYPES,
     as_bytes,
-    chunk_columns,
     float64_bits,
     float64_from_bits,
     launch,
+    num_chunks,
     strides,
     sum_tokens,
     token_groups,
@@ -27,7 +27,7 @@ FINAL_BLOCK = 4096
 def num_partials(num_tokens: int, num_columns: int) -> tuple[int, int]:
     """(chunks per tile, a power of two; partial sums in all)."""
     tiles = num_tiles(num_tokens, num_columns)
-    chunks = next_power_of_2(num_columns) // chunk_columns(tiles, num_columns)
+    chunks = num_chunks(tiles, num_columns)
     return chunks, tiles * chunks
 
 
@@ -172,8 +172,8 @@ def loss_from_tile_sums(
         partials.shape[0],
         blocks,
         float64_bits(scale),
-        BLOCK=min(next_power_of_2(max(partials.shape[0], 1)), FINAL_BLOCK),
-        MAX_BLOCKS=next_power_of_2(max(blocks, 1)),
+        BLOCK=min(next_power_of_2(partials.shape[0]), FINAL_BLOCK),
+        MAX_BLOCKS=next_power_of_2(blocks),
         ACC=TRITON_DTYPES[loss.dtype],
         DEVICE_TOTAL=total is not None,
         num_warps=4,

@@ -44,7 +44,6 @@ def graph_time(
 
 def copy_rate(device: torch.device, num_bytes: int = 2**30) -> float:
     """Bytes per microsecond of a device-to-device copy, reads and writes counted."""
-    # float32, as the copy of a uint8 tensor ran at two thirds of the rate (torch 2.11, H200).
     source, out = (torch.rand(num_bytes // 4, device=device) for _ in range(2))
     # A kernel that reads and writes each byte once: a captured copy_ becomes a memcpy node, which
     # reached 2.76 TB/s on an H200 where kernels reach 4.2.

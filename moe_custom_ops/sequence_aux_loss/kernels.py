@@ -11,10 +11,10 @@ from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_to
 from ..triton_common import (
     TRITON_DTYPES,
     as_bytes,
-    chunk_columns,
     float64_bits,
     float64_from_bits,
     launch,
+    num_chunks,
     strides,
     sum_tokens,
     token_groups,
@@ -209,10 +209,6 @@ def _blocks(count: int) -> tuple[int, int]:
     """(leaves per step, steps) of a tree over ``count`` leaves, both powers of two."""
     block = min(next_power_of_2(count), TREE_BLOCK)
     return block, next_power_of_2(triton.cdiv(count, block))
-
-
-def num_chunks(slots: int, num_columns: int) -> int:
-    return next_power_of_2(num_columns) // chunk_columns(slots, num_columns)
 
 
 def tile_sums(
