@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import struct
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -31,3 +33,13 @@ def load_kernels(package: str) -> ModuleType:
             f"install it, or {alternative}"
         ) from error
     return importlib.import_module(f"{package}.kernels")
+
+
+def float64_bits(x: float) -> int:
+    """A float argument of a kernel arrives as float32; its bits, as an integer, arrive whole."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A bool mask as kernels read it."""
+    return None if mask is None else mask.view(torch.uint8)

@@ -25,6 +25,28 @@ def kernel_device() -> str:
 
 
 @pytest.fixture
+def launched(kernel_device, monkeypatch):
+    """Names of the kernels launched, in order; the direct path is open on ``kernel_device``."""
+    from moe_custom_ops import direct
+    from moe_custom_ops.aux_loss import direct as aux
+    from moe_custom_ops.sequence_aux_loss import direct as sequence
+    from moe_custom_ops.triton_common import Launch
+
+    names = []
+    launch = Launch.__call__
+
+    def spy(self, *first):
+        names.append(self.kernel.fn.__name__)
+        return launch(self, *first)
+
+    monkeypatch.setattr(Launch, "__call__", spy)
+    monkeypatch.setattr(direct, "DEVICE_TYPE", kernel_device)
+    for room in (aux, sequence):
+        monkeypatch.setattr(room, "_PLANS", direct.Plans())
+    return names
+
+
+@pytest.fixture
 def root() -> Path:
     return ROOT
 

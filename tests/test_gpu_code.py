@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from moe_custom_ops.backend import as_bytes, float64_bits
 from moe_custom_ops.testing import make_assignments, make_probs
 from tests.conftest import INTERPRETED
 
@@ -89,6 +90,14 @@ def check_wide_loads(code):
     assert re.search(r"ld\.global\S*\.(v4\.b32|v2\.b64)|cp\.async\S* .*, (16|0x10)", code)
 
 
+def check_prefetch(code):
+    """Before the wait, and on no device that has none."""
+    if "griddepcontrol.wait" in code:
+        assert code.index("prefetch.global.L2") < code.index("griddepcontrol.wait")
+    else:
+        assert "prefetch" not in code
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(1000, 8), (300, 64), (300, 256), (100, 2304)])
 @pytest.mark.parametrize("masked", [False, True])
@@ -98,13 +107,21 @@ def test_aux_loss(dtype, shape, masked, ptx):
     probs, counts = make_probs(*shape, dtype=dtype)
     mask = torch.ones(shape[0], dtype=torch.bool) if masked else None
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    partials = torch.empty(kernels.num_partials(*shape)[1], dtype=acc)
-    loss, scale = torch.empty((), dtype=acc), torch.empty((), dtype=acc)
-    kernels.tile_sums(probs, counts, mask, partials)
-    kernels.loss_from_tile_sums(partials, torch.tensor(5) if masked else None, 0.1, loss, scale)
-    assert set(ptx) == {"_aux_loss_tile_sums_kernel", "_aux_loss_from_tile_sums_kernel"}
+    count = kernels.num_partials(*shape)[1]
+    partials, scale = torch.empty(count, dtype=acc), torch.empty((), dtype=acc)
+    kernels.tile_sums(probs, counts, mask)(probs, counts, as_bytes(mask), partials)
+    total = torch.tensor(5) if masked else None
+    add_tiles = kernels.loss_from_tile_sums(count, acc, probs.device, masked)
+    add_tiles(partials, total, scale, scale, float64_bits(0.1))
+    kernels.grad_rows(counts)(scale, scale, counts, torch.empty(shape[1], dtype=dtype))
+    assert set(ptx) == {
+        "_aux_loss_tile_sums_kernel",
+        "_aux_loss_from_tile_sums_kernel",
+        "_grad_rows_kernel",
+    }
     if shape[1] in (64, 256):
         check_wide_loads(ptx["_aux_loss_tile_sums_kernel"])
+        check_prefetch(ptx["_aux_loss_tile_sums_kernel"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -121,14 +138,17 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
     mask = torch.ones(probs.shape[:-1], dtype=torch.bool) if masked else None
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     partials, lengths = torch.empty(3, dtype=acc), torch.empty(3, dtype=torch.int32)
-    kernels.tile_sums(probs, counts, ends, mask, partials, lengths)
-    sums, scales, loss = torch.empty(3, dtype=acc), torch.empty(3, dtype=acc), torch.empty(1)
+    sum_tiles = kernels.tile_sums(probs, counts, ends, mask, 3)
+    sum_tiles(probs, counts, ends, as_bytes(mask), partials, lengths)
+    sums, scales, loss = (torch.empty(3, dtype=acc) for _ in range(3))
     long = torch.empty(3, dtype=torch.int64)
-    kernels.loss_from_tile_sums(
-        partials, lengths, ends, probs.shape[-2], num_experts, 0.1, sums, long, loss.to(acc), scales
-    )
-    assert len(ptx) == 3
+    add_slots = kernels.sequence_sums(probs, counts, ends, 3)
+    add_slots(partials, lengths, ends, sums, long)
+    kernels.loss_from_sums(3, acc, probs.device)(sums, long, loss, scales, float64_bits(0.1))
+    kernels.grad_rows(counts)(loss, scales, counts, torch.empty(3, num_experts, dtype=dtype))
+    assert len(ptx) == 4
     check_wide_loads(ptx["_sequence_tile_sums_kernel"])
+    check_prefetch(ptx["_sequence_tile_sums_kernel"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from . import ops  # noqa: F401  registers the operators
+from . import direct
 
 
 def aux_loss(
@@ -73,6 +73,13 @@ def aux_loss(
         >>> counts = torch.tensor([4, 4, 4, 4])
         >>> loss = aux_loss(probs, counts, 8, num_experts=4, topk=2, coeff=1e-2)
     """
+    arguments = (
+        probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, workspace, token_mask
+    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        loss = direct.aux_loss(*arguments)
+        if loss is not None:
+            return loss
     checks.is_tensor("aux_loss", "probs", probs)
     checks.is_tensor("aux_loss", "tokens_per_expert", tokens_per_expert)
     if not isinstance(total_num_tokens, Tensor):
@@ -84,6 +91,4 @@ def aux_loss(
         checks.is_tensor("aux_loss", "workspace", workspace)
     if token_mask is not None:
         checks.is_tensor("aux_loss", "token_mask", token_mask)
-    return torch.ops.moe.aux_loss(
-        probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, workspace, token_mask
-    )
+    return torch.ops.moe.aux_loss(*arguments)

@@ -1,23 +1,27 @@
 """Triton kernels of aux_loss: one launch for the tiles, one small launch for the tree over them."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_tokens
 from ..triton_common import (
+    FEW_PROGRAMS,
     TRITON_DTYPES,
-    as_bytes,
-    float64_bits,
+    Launch,
     float64_from_bits,
-    launch,
     num_chunks,
+    prefetch_tile,
     strides,
     sum_tokens,
     token_groups,
     tree_sum,
     tree_sum_rows,
     wait_for_previous_kernel,
+)
+from ..triton_common import (
+    grad_rows as grad_rows,
 )
 
 # Partial sums that one step of the final tree adds.
@@ -49,15 +53,30 @@ def _aux_loss_tile_sums_kernel(
     BLOCK_C: tl.constexpr,
     ACC: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
-    columns = (pid % CHUNKS) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first_token = (pid // CHUNKS) * BLOCK_T
+    first_column = (pid % CHUNKS) * BLOCK_C
+    prefetch_tile(
+        probs_ptr,
+        first_token,
+        first_column,
+        num_tokens,
+        num_columns,
+        stride_t,
+        stride_c,
+        BLOCK_T,
+        BLOCK_C,
+        OVERLAP,
+    )
+    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    columns = first_column + tl.arange(0, BLOCK_C)
     column_mask = columns < num_columns
     # Each thread adds the tokens of its own group; only the groups are added across threads.
     GROUP_TOKENS: tl.constexpr = BLOCK_T // GROUPS
-    tokens = (pid // CHUNKS) * BLOCK_T + tl.arange(0, GROUPS) * GROUP_TOKENS
+    tokens = first_token + tl.arange(0, GROUPS) * GROUP_TOKENS
     ptrs = probs_ptr + tokens[:, None] * stride_t + columns[None, :] * stride_c
     sums = sum_tokens(
         ptrs,
@@ -78,22 +97,22 @@ def _aux_loss_tile_sums_kernel(
     tl.store(partials_ptr + pid + tl.arange(0, 1), tree_sum(tl.reshape(products, [1, BLOCK_C])))
 
 
-@triton.jit(do_not_specialize=["num_partials", "num_blocks", "scale_bits"])
+@triton.jit(do_not_specialize=["scale_bits", "num_partials", "num_blocks"])
 def _aux_loss_from_tile_sums_kernel(
     partials_ptr,
     total_ptr,
     loss_ptr,
     scale_ptr,
+    scale_bits: tl.int64,
     num_partials,
     num_blocks,
-    scale_bits,
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
     DEVICE_TOTAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP)
+    wait_for_previous_kernel(OVERLAP, True)
     offsets = tl.arange(0, BLOCK).to(tl.int64)
     slots = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
@@ -121,22 +140,20 @@ def tile_sums(
     probs: Tensor,
     tokens_per_expert: Tensor,
     token_mask: Tensor | None,
-    partials: Tensor,
     num_warps: int | None = None,
-) -> None:
-    """Write the partial sum of every (tile, chunk of columns) to ``partials``."""
+) -> Launch:
+    """Of (probs, tokens_per_expert, token_mask as bytes, partials).
+
+    Writes the sum of every (tile, chunk of columns) to ``partials``.
+    """
     num_tokens, num_columns = probs.shape
     chunks, count = num_partials(num_tokens, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
     num_warps, groups = token_groups(block_t, block_c, probs.dtype, count, num_warps)
-    launch(
+    return Launch(
         _aux_loss_tile_sums_kernel,
         count,
         probs.device,
-        probs,
-        tokens_per_expert,
-        as_bytes(token_mask),
-        partials,
         num_tokens,
         num_columns,
         *probs.stride(),
@@ -148,34 +165,31 @@ def tile_sums(
         BLOCK_C=block_c,
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         HAS_MASK=token_mask is not None,
+        RUN_AHEAD=count > FEW_PROGRAMS,
         num_warps=num_warps,
         overlap=True,
     )
 
 
 def loss_from_tile_sums(
-    partials: Tensor, total: Tensor | None, scale: float, loss: Tensor, loss_scale: Tensor
-) -> None:
-    """Add ``partials`` by the tree over tiles and write the loss and the scale that it carries.
+    num_partials: int, dtype: torch.dtype, device: torch.device, device_total: bool
+) -> Launch:
+    """Of (partials, total, loss, scale, bits of a float64).
 
-    ``scale`` is C, or C * total * total where the total is on the device.
+    Adds ``partials`` by the tree over tiles, and writes the loss and the scale that it carries. The
+    float64 is C, or C * total * total with a total on the device.
     """
-    blocks = (partials.shape[0] + FINAL_BLOCK - 1) // FINAL_BLOCK
-    launch(
+    blocks = (num_partials + FINAL_BLOCK - 1) // FINAL_BLOCK
+    return Launch(
         _aux_loss_from_tile_sums_kernel,
         1,
-        partials.device,
-        partials,
-        total,
-        loss,
-        loss_scale,
-        partials.shape[0],
+        device,
+        num_partials,
         blocks,
-        float64_bits(scale),
-        BLOCK=min(next_power_of_2(partials.shape[0]), FINAL_BLOCK),
+        BLOCK=min(next_power_of_2(num_partials), FINAL_BLOCK),
         MAX_BLOCKS=next_power_of_2(blocks),
-        ACC=TRITON_DTYPES[loss.dtype],
-        DEVICE_TOTAL=total is not None,
+        ACC=TRITON_DTYPES[dtype],
+        DEVICE_TOTAL=device_total,
         num_warps=4,
         overlap=True,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checks
 from .. import workspace as workspaces
-from ..backend import load_kernels
+from ..backend import as_bytes, float64_bits, load_kernels
 from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums
 from . import reference
 
@@ -63,14 +63,16 @@ def _check_lengths(probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor 
         )
 
 
-def _check(
+def check(
     probs: Tensor,
     tokens_per_expert: Tensor,
     total_num_tokens: Tensor | int,
     num_experts: int,
     topk: int,
+    workspace: Tensor | None,
     token_mask: Tensor | None,
-) -> None:
+) -> Tensor:
+    """The workspace, once all arguments are what the op takes."""
     checks.supported_device(OP, "probs", probs)
     checks.dtype(OP, "probs", probs, checks.FLOAT_DTYPES)
     checks.rank(OP, "probs", probs, "[tokens, columns]")
@@ -105,6 +107,8 @@ def _check(
         checks.integer(OP, "total_num_tokens", total_num_tokens, minimum)
     total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
     checks.no_forward_tangent(OP, probs, tokens_per_expert, total)
+    size = aux_loss_workspace_size(probs.shape[0], probs.shape[1], probs.dtype)
+    return workspaces.resolve(OP, workspace, size, probs)
 
 
 @torch.library.custom_op("moe::aux_loss_tile_sums", mutates_args={"workspace"}, device_types="cpu")
@@ -124,7 +128,8 @@ def _aux_loss_tile_sums_cuda(
     kernels = load_kernels(__package__)
     _, count = kernels.num_partials(*probs.shape)
     partials = workspaces.scratch(OP, workspace, count, accumulator_dtype(probs.dtype))
-    kernels.tile_sums(probs, tokens_per_expert, token_mask, partials)
+    launch = kernels.tile_sums(probs, tokens_per_expert, token_mask)
+    launch(probs, tokens_per_expert, as_bytes(token_mask), partials)
 
 
 @aux_loss_tile_sums.register_fake
@@ -177,7 +182,8 @@ def _aux_loss_from_tile_sums_cuda(
         if total_int == 0:
             return loss.zero_(), loss_scale.zero_()
         scale = scale / total_int / total_int
-    kernels.loss_from_tile_sums(partials, total, scale, loss, loss_scale)
+    launch = kernels.loss_from_tile_sums(count, dtype, probs.device, total is not None)
+    launch(partials, total, loss, loss_scale, float64_bits(scale))
     return loss, loss_scale
 
 
@@ -207,22 +213,31 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    """The gradient is rank one: a row over the columns, expanded over the tokens.
+def grad_row(grad: Tensor, scale: Tensor, tokens_per_expert: Tensor, dtype: torch.dtype) -> Tensor:
+    """The row that the gradient of probs repeats for every token: [columns].
 
     Plain PyTorch, so that Inductor fuses it into the router's backward and autograd can
     differentiate it again.
     """
+    row = (grad * scale) * tokens_per_expert.to(scale.dtype)
+    # A total of 0 gives a gradient of 0 whatever the counts and the incoming gradient hold.
+    return cast(torch.where(scale == 0, torch.zeros_like(row), row), dtype)
+
+
+def expand_row(row: Tensor, shape: torch.Size, token_mask: Tensor | None) -> Tensor:
+    """The gradient of probs: without a mask it is a view of the row."""
+    grad_probs = row.expand(shape)
+    if token_mask is None:
+        return grad_probs
+    return torch.where(token_mask[:, None], grad_probs, 0.0)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None or not ctx.needs_input_grad[0]:
         return (None,) * 9
     tokens_per_expert, token_mask, scale = ctx.saved_tensors
-    row = (grad * scale) * tokens_per_expert.to(scale.dtype)
-    # A total of 0 gives a gradient of 0 whatever the counts and the incoming gradient hold.
-    row = torch.where(scale == 0, torch.zeros_like(row), row)
-    grad_probs = cast(row, ctx.probs_dtype).expand(ctx.probs_shape)
-    if token_mask is not None:
-        grad_probs = torch.where(token_mask[:, None], grad_probs, torch.zeros_like(grad_probs))
-    return grad_probs, *(None,) * 8
+    row = grad_row(grad, scale, tokens_per_expert, ctx.probs_dtype)
+    return expand_row(row, ctx.probs_shape, token_mask), *(None,) * 8
 
 
 aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
@@ -238,9 +253,9 @@ def _aux_loss(
     workspace: Tensor | None = None,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk, token_mask)
-    size = aux_loss_workspace_size(probs.shape[0], probs.shape[1], probs.dtype)
-    workspace = workspaces.resolve(OP, workspace, size, probs)
+    workspace = check(
+        probs, tokens_per_expert, total_num_tokens, num_experts, topk, workspace, token_mask
+    )
     tokens_per_expert = checks.constant(tokens_per_expert)
     total, total_int = (
         (checks.constant(total_num_tokens), 0)

@@ -1,7 +1,12 @@
-"""Times of the ops against the same formulas in eager PyTorch, and against a copy.
+"""Times of the ops against the same formulas in PyTorch, eager and compiled, and against a copy.
 
-Each row captures many calls in one CUDA graph, over inputs that together exceed the L2.
+Each row captures many calls in one CUDA graph, over inputs that together exceed the L2. The last
+rows are host times of eager calls.
 """
+
+import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,11 +14,14 @@ from torch import Tensor
 from ..aux_loss import aux_loss
 from ..sequence_aux_loss import sequence_aux_loss
 from ..weighted_restore import weighted_restore
-from .timing import copy_rate, graph_time, input_sets
+from .timing import copy_rate, graph_time, host_times, input_sets
 
+OPS = ("aux_loss", "sequence_aux_loss", "weighted_restore")
 AUX_LOSS_SHAPES = [  # (tokens, experts)
     (1024, 64),
     (8192, 128),
+    (131072, 8),
+    (131072, 64),
     (32768, 256),
     (131072, 128),
     (65536, 512),
@@ -62,6 +70,16 @@ def eager_restore(rows: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
     return (restored.float() * scores[..., None]).sum(1).to(rows.dtype)
 
 
+def against_pytorch(
+    ours: Callable[..., Any], eager: Callable[..., Any], inputs: list[tuple[Any, ...]]
+) -> tuple[float, float, float]:
+    """Microseconds of (ours, eager, eager under torch.compile)."""
+    torch._dynamo.reset()
+    compiled = torch.compile(eager, fullgraph=True)
+    times = [graph_time(call, inputs, calls=50) for call in (ours, eager, compiled)]
+    return times[0], times[1], times[2]
+
+
 def benchmark_aux_loss(
     num_tokens: int, num_experts: int, device: torch.device
 ) -> tuple[float, ...]:
@@ -73,8 +91,7 @@ def benchmark_aux_loss(
         )
         for _ in range(min(input_sets(num_bytes, device), 400))
     ]
-    ours = graph_time(our_aux_loss, inputs, calls=50)
-    return num_bytes / ours, ours, graph_time(eager_aux_loss, inputs, calls=50)
+    return num_bytes, *against_pytorch(our_aux_loss, eager_aux_loss, inputs)
 
 
 def benchmark_sequence_aux_loss(
@@ -92,8 +109,30 @@ def benchmark_sequence_aux_loss(
         )
         for _ in range(input_sets(num_bytes, device))
     ]
-    ours = graph_time(our_sequence_aux_loss, inputs, calls=50)
-    return num_bytes / ours, ours, graph_time(eager_sequence_aux_loss, inputs, calls=50)
+    return num_bytes, *against_pytorch(our_sequence_aux_loss, eager_sequence_aux_loss, inputs)
+
+
+def benchmark_host(name: str, device: torch.device) -> tuple[float, float]:
+    """Host microseconds of forward and backward of a small call: (ours, eager)."""
+    num_sequences, length, num_experts = 4, 256, 64
+    probs = torch.rand(num_sequences * length, num_experts, device=device)
+    counts = torch.randint(0, 100, (num_sequences, num_experts), device=device)
+    functions: tuple[Callable[..., Tensor], ...] = our_aux_loss, eager_aux_loss
+    arguments: tuple[Tensor | None, ...] = (counts[0],)
+    if name == "sequence_aux_loss":
+        functions = our_sequence_aux_loss, eager_sequence_aux_loss
+        arguments, probs = (counts, None), probs.view(num_sequences, length, num_experts)
+    probs.requires_grad_()
+
+    def step(function: Callable[..., Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            probs.grad = None
+            function(probs, *arguments).backward()
+
+        return call
+
+    ours, eager = host_times([step(function) for function in functions])
+    return ours, eager
 
 
 def benchmark_restore(
@@ -121,11 +160,17 @@ def benchmark_restore(
 
         return graph_time(call, inputs, calls=20)
 
-    ours = timed(weighted_restore)
-    return num_bytes / ours, ours, timed(eager_restore)
+    return num_bytes, timed(weighted_restore), timed(eager_restore)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_custom_ops.benchmarks", description=__doc__
+    )
+    parser.add_argument("ops", nargs="*", help=f"of {', '.join(OPS)}; all of them if none is named")
+    ops = parser.parse_args().ops or OPS
+    if unknown := set(ops) - set(OPS):
+        parser.error(f"no such op: {', '.join(sorted(unknown))}; the ops are {', '.join(OPS)}")
     if not torch.cuda.is_available():
         raise SystemExit("these times need an NVIDIA GPU, and none is visible")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -133,33 +178,44 @@ def main() -> None:
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     print(f"{torch.cuda.get_device_name(device)}, {versions}")
     print(f"copy: {ceiling / 1e3:.0f} GB/s, reads and writes counted")
-    print(f"{'':44}{'us':>8}{'GB/s':>8}{'% copy':>8}{'eager us':>10}{'ratio':>7}")
+    header = f"{'us':>8}{'GB/s':>8}{'% copy':>8}{'eager us':>10}{'compiled':>10}{'ratio':>7}"
+    print(f"{'':44}{header}")
 
     def row(name: str, result: tuple[float, ...]) -> None:
-        rate, ours, eager = result
+        num_bytes, ours, eager, *compiled = result
+        rate = num_bytes / ours
+        times = f"{eager:10.1f}{compiled[0]:10.1f}" if compiled else f"{eager:10.1f}{'':10}"
+        best = min(eager, *compiled)
         print(
-            f"{name:44}{ours:8.1f}{rate / 1e3:8.0f}{100 * rate / ceiling:8.0f}{eager:10.1f}"
-            f"{eager / ours:7.1f}",
+            f"{name:44}{ours:8.2f}{rate / 1e3:8.0f}{100 * rate / ceiling:8.0f}{times}"
+            f"{best / ours:7.1f}",
             flush=True,
         )
 
-    for tokens, experts in AUX_LOSS_SHAPES:
-        row(
-            f"aux_loss forward T{tokens} E{experts}",
-            benchmark_aux_loss(tokens, experts, device),
-        )
-    for sequences, length, experts in SEQUENCE_SHAPES:
-        for packed in (False, True):
+    if "aux_loss" in ops:
+        for tokens, experts in AUX_LOSS_SHAPES:
             row(
-                f"sequence {'packed' if packed else 'batch'} B{sequences} S{length} E{experts}",
-                benchmark_sequence_aux_loss(sequences, length, experts, packed, device),
+                f"aux_loss forward T{tokens} E{experts}",
+                benchmark_aux_loss(tokens, experts, device),
             )
-    for tokens, topk, hidden in RESTORE_SHAPES:
-        for backward in (False, True):
-            row(
-                f"restore {'f+b' if backward else 'forward'} T{tokens} K{topk} H{hidden}",
-                benchmark_restore(tokens, topk, hidden, backward, device),
-            )
+    if "sequence_aux_loss" in ops:
+        for sequences, length, experts in SEQUENCE_SHAPES:
+            for packed in (False, True):
+                row(
+                    f"sequence {'packed' if packed else 'batch'} B{sequences} S{length} E{experts}",
+                    benchmark_sequence_aux_loss(sequences, length, experts, packed, device),
+                )
+    if "weighted_restore" in ops:
+        for tokens, topk, hidden in RESTORE_SHAPES:
+            for backward in (False, True):
+                row(
+                    f"restore {'f+b' if backward else 'forward'} T{tokens} K{topk} H{hidden}",
+                    benchmark_restore(tokens, topk, hidden, backward, device),
+                )
+    for op in ("aux_loss", "sequence_aux_loss"):
+        if op in ops:
+            ours, eager = benchmark_host(op, device)
+            print(f"{f'{op} host time, forward and backward':44}{ours:8.0f}{'':16}{eager:10.0f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""How this project times: many calls in one captured CUDA graph, over inputs larger than the L2."""
+"""How this project times: many calls in one captured CUDA graph, over inputs larger than the L2.
+
+Host times are those of eager calls in turn, with what they are compared to.
+"""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,3 +52,19 @@ def copy_rate(device: torch.device, num_bytes: int = 2**30) -> float:
     # A kernel that reads and writes each byte once: a captured copy_ becomes a memcpy node, which
     # reached 2.76 TB/s on an H200 where kernels reach 4.2.
     return 2 * num_bytes / graph_time(lambda x: torch.neg(x, out=out), [(source,)], calls=8)
+
+
+def host_times(
+    calls: Sequence[Callable[[], Any]], repeats: int = 15, loops: int = 200
+) -> list[float]:
+    """Host microseconds of each call: the medians of rounds that take the calls in turn."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, own in zip(calls, times, strict=True):
+            call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(loops):
+                call()
+            own.append((time.perf_counter() - start) * 1e6 / loops)
+    return [statistics.median(own) for own in times]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from . import ops  # noqa: F401  registers the operators
+from . import direct
 
 
 def sequence_aux_loss(
@@ -67,6 +67,11 @@ def sequence_aux_loss(
         >>> cu_seqlens = torch.tensor([0, 6, 10], dtype=torch.int32)
         >>> loss = sequence_aux_loss(probs, counts, 2, 1e-2, cu_seqlens)
     """
+    arguments = (probs, tokens_per_expert, topk, coeff, cu_seqlens, token_mask, workspace)
+    if not torch.compiler.is_compiling():
+        loss = direct.sequence_aux_loss(*arguments)
+        if loss is not None:
+            return loss
     checks.is_tensor("sequence_aux_loss", "probs", probs)
     checks.is_tensor("sequence_aux_loss", "tokens_per_expert", tokens_per_expert)
     checks.is_integer("sequence_aux_loss", "topk", topk)
@@ -78,6 +83,4 @@ def sequence_aux_loss(
     ):
         if tensor is not None:
             checks.is_tensor("sequence_aux_loss", name, tensor)
-    return torch.ops.moe.sequence_aux_loss(
-        probs, tokens_per_expert, topk, coeff, cu_seqlens, token_mask, workspace
-    )
+    return torch.ops.moe.sequence_aux_loss(*arguments)

@@ -3,24 +3,28 @@
 Bounds in ``cu_seqlens`` are clamped to the pack, so no value of theirs reads outside it.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_tokens
 from ..triton_common import (
+    FEW_PROGRAMS,
     TRITON_DTYPES,
-    as_bytes,
-    float64_bits,
+    Launch,
     float64_from_bits,
-    launch,
     num_chunks,
+    prefetch_tile,
     strides,
     sum_tokens,
     token_groups,
     tree_sum,
     tree_sum_rows,
     wait_for_previous_kernel,
+)
+from ..triton_common import (
+    grad_rows as grad_rows,
 )
 
 # Sequence bounds that one step of the search compares, and sums that one step of a tree adds.
@@ -61,12 +65,42 @@ def _sequence_tile_sums_kernel(
     ACC: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``num_tokens`` is that of the pack, or of each sequence of a batch."""
-    wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     slot = pid // CHUNKS
+    first_column = (pid % CHUNKS) * BLOCK_C
+    if PACKED:
+        # The bounds may not be read yet; this is near the tokens that they will give.
+        prefetch_tile(
+            probs_ptr,
+            slot * BLOCK_T,
+            first_column,
+            num_tokens,
+            num_columns,
+            stride_t,
+            stride_c,
+            BLOCK_T,
+            BLOCK_C,
+            OVERLAP,
+        )
+    else:
+        tiles = (num_tokens + BLOCK_T - 1) // BLOCK_T
+        prefetch_tile(
+            probs_ptr + slot // tiles * stride_b,
+            slot % tiles * BLOCK_T,
+            first_column,
+            num_tokens,
+            num_columns,
+            stride_t,
+            stride_c,
+            BLOCK_T,
+            BLOCK_C,
+            OVERLAP,
+        )
+    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
     if PACKED:
         # The sequence whose slots hold this one is the last that begins at it or before it.
         sequence = slot * 0 - 1
@@ -84,12 +118,11 @@ def _sequence_tile_sums_kernel(
         length = tl.where(unused, 0, end - start)
         first = start
     else:
-        tiles = (num_tokens + BLOCK_T - 1) // BLOCK_T
         sequence = slot // tiles
         tile = slot % tiles
         length = num_tokens
         first = slot * 0
-    columns = (pid % CHUNKS) * BLOCK_C + tl.arange(0, BLOCK_C)
+    columns = first_column + tl.arange(0, BLOCK_C)
     column_mask = columns < num_columns
     GROUP_TOKENS: tl.constexpr = BLOCK_T // GROUPS
     tokens = tile * BLOCK_T + tl.arange(0, GROUPS) * GROUP_TOKENS
@@ -141,7 +174,7 @@ def _sequence_sums_kernel(
     PACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP)
+    wait_for_previous_kernel(OVERLAP, True)
     sequence = tl.program_id(0).to(tl.int64)
     if PACKED:
         start = _bound(cu_seqlens_ptr, sequence, stride_cu, num_tokens, True)
@@ -169,20 +202,20 @@ def _sequence_sums_kernel(
     tl.store(lengths_ptr + sequence, tl.sum(length, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_sequences", "scale_bits"])
+@triton.jit(do_not_specialize=["scale_bits", "num_sequences"])
 def _sequence_loss_kernel(
     sums_ptr,
     lengths_ptr,
     loss_ptr,
     scales_ptr,
+    scale_bits: tl.int64,
     num_sequences,
-    scale_bits,
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP)
+    wait_for_previous_kernel(OVERLAP, True)
     index = tl.arange(0, BLOCK).to(tl.int64)
     non_empty = tl.zeros([BLOCK], tl.int64)
     for block in range(MAX_BLOCKS):
@@ -216,30 +249,26 @@ def tile_sums(
     tokens_per_expert: Tensor,
     cu_seqlens: Tensor | None,
     token_mask: Tensor | None,
-    partials: Tensor,
-    tile_lengths: Tensor,
+    num_slots: int,
     num_warps: int | None = None,
-) -> None:
-    """Write each slot's weighted sums to ``partials``, its number of tokens to ``tile_lengths``."""
+) -> Launch:
+    """Of (probs, tokens_per_expert, cu_seqlens, token_mask as bytes, partials, tile_lengths).
+
+    Writes each slot's weighted sums to ``partials``, its number of tokens to ``tile_lengths``.
+    """
     num_tokens, num_columns = probs.shape[-2:]
     num_sequences = tokens_per_expert.shape[0]
     packed = cu_seqlens is not None
-    slots = tile_lengths.shape[0] if num_sequences else 0
+    slots = num_slots if num_sequences else 0
     if not packed:
         slots = num_sequences * num_tiles(num_tokens, num_columns)
-    chunks = num_chunks(tile_lengths.shape[0], num_columns)
+    chunks = num_chunks(num_slots, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
     num_warps, groups = token_groups(block_t, block_c, probs.dtype, slots * chunks, num_warps)
-    launch(
+    return Launch(
         _sequence_tile_sums_kernel,
         slots * chunks,
         probs.device,
-        probs,
-        tokens_per_expert,
-        cu_seqlens,
-        as_bytes(token_mask),
-        partials,
-        tile_lengths,
         num_tokens,
         num_sequences,
         num_columns,
@@ -255,66 +284,54 @@ def tile_sums(
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         PACKED=packed,
         HAS_MASK=token_mask is not None,
+        RUN_AHEAD=slots * chunks > FEW_PROGRAMS,
         num_warps=num_warps,
         overlap=True,
     )
 
 
-def loss_from_tile_sums(
-    partials: Tensor,
-    tile_lengths: Tensor,
-    cu_seqlens: Tensor | None,
-    num_tokens: int,
-    num_columns: int,
-    scale: float,
-    sums: Tensor,
-    lengths: Tensor,
-    loss: Tensor,
-    scales: Tensor,
-) -> None:
-    """Add the slots of each sequence, then the sequences; write ``loss`` and ``scales``.
+def sequence_sums(
+    probs: Tensor, tokens_per_expert: Tensor, cu_seqlens: Tensor | None, num_slots: int
+) -> Launch:
+    """Of (partials, tile_lengths, cu_seqlens, sums, lengths).
 
-    ``sums`` and ``lengths`` [sequences] carry the sums and int64 lengths between the two launches.
-    ``scale`` is num_experts * coeff / topk.
+    Adds the slots of each sequence: the weighted ones to ``sums`` [sequences] and the numbers of
+    tokens to ``lengths`` int64 [sequences].
     """
-    num_sequences = sums.shape[0]
-    chunks = num_chunks(tile_lengths.shape[0], num_columns)
+    num_tokens, num_columns = probs.shape[-2:]
+    chunks = num_chunks(num_slots, num_columns)
     block, steps = _blocks(num_tiles(num_tokens, num_columns) * chunks)
-    acc = TRITON_DTYPES[sums.dtype]
-    launch(
+    return Launch(
         _sequence_sums_kernel,
-        num_sequences,
-        partials.device,
-        partials,
-        tile_lengths,
-        cu_seqlens,
-        sums,
-        lengths,
+        tokens_per_expert.shape[0],
+        probs.device,
         num_tokens,
         *strides(cu_seqlens, 1),
         CHUNKS=chunks,
         BLOCK_T=tile_tokens(num_columns),
         BLOCK=block,
         MAX_BLOCKS=steps,
-        ACC=acc,
+        ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         PACKED=cu_seqlens is not None,
         num_warps=4,
         overlap=True,
     )
+
+
+def loss_from_sums(num_sequences: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    """Of (sums, lengths, loss, scales, bits of num_experts * coeff / topk as a float64).
+
+    Adds the sequences; writes the loss and the scale [sequences] of each.
+    """
     block, steps = _blocks(num_sequences)
-    launch(
+    return Launch(
         _sequence_loss_kernel,
         1,
-        partials.device,
-        sums,
-        lengths,
-        loss,
-        scales,
+        device,
         num_sequences,
-        float64_bits(scale),
         BLOCK=block,
         MAX_BLOCKS=steps,
-        ACC=acc,
+        ACC=TRITON_DTYPES[dtype],
         num_warps=4,
         overlap=True,
     )

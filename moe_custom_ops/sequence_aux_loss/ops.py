@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import checks
 from .. import workspace as workspaces
-from ..backend import load_kernels
+from ..backend import as_bytes, float64_bits, load_kernels
 from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums, tree_sum
 from . import reference
 
@@ -97,13 +97,15 @@ def _check_lengths(
         )
 
 
-def _check(
+def check(
     probs: Tensor,
     tokens_per_expert: Tensor,
     topk: int,
     cu_seqlens: Tensor | None,
     token_mask: Tensor | None,
-) -> None:
+    workspace: Tensor | None,
+) -> Tensor:
+    """The workspace, once all arguments are what the op takes."""
     checks.supported_device(OP, "probs", probs)
     checks.dtype(OP, "probs", probs, checks.FLOAT_DTYPES)
     checks.counts(OP, "tokens_per_expert", tokens_per_expert)
@@ -117,9 +119,13 @@ def _check(
     _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
     checks.integer(OP, "topk", topk, 1)
     checks.no_forward_tangent(OP, probs, tokens_per_expert)
+    size = sequence_aux_loss_workspace_size(
+        _num_tokens(probs), tokens_per_expert.shape[0], probs.shape[-1], probs.dtype
+    )
+    return workspaces.resolve(OP, workspace, size, probs)
 
 
-def _scratch(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
+def scratch(probs: Tensor, tokens_per_expert: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
     """(sums [slots, at most max_chunks], tile lengths int32 [slots]) in the workspace."""
     num_experts = probs.shape[-1]
     slots = reference.num_slots(_num_tokens(probs), tokens_per_expert.shape[0], num_experts)
@@ -144,7 +150,7 @@ def sequence_aux_loss_tile_sums(
     workspace: Tensor,
 ) -> None:
     """Write each tile's weighted sum and number of unmasked tokens to its slot of ``workspace``."""
-    sums, lengths = _scratch(probs, tokens_per_expert, workspace)
+    sums, lengths = scratch(probs, tokens_per_expert, workspace)
     for b, (slot, own, mask) in enumerate(reference.sequences(probs, cu_seqlens, token_mask)):
         own_sums = tile_sums(own, tokens_per_expert[b], mask)
         slots = slice(slot, slot + own_sums.shape[0])
@@ -161,10 +167,11 @@ def _sequence_aux_loss_tile_sums_cuda(
     workspace: Tensor,
 ) -> None:
     _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
-    sums, lengths = _scratch(probs, tokens_per_expert, workspace)
-    load_kernels(__package__).tile_sums(
-        probs, tokens_per_expert, cu_seqlens, token_mask, sums, lengths
+    sums, lengths = scratch(probs, tokens_per_expert, workspace)
+    launch = load_kernels(__package__).tile_sums(
+        probs, tokens_per_expert, cu_seqlens, token_mask, lengths.shape[0]
     )
+    launch(probs, tokens_per_expert, cu_seqlens, as_bytes(token_mask), sums, lengths)
 
 
 @sequence_aux_loss_tile_sums.register_fake
@@ -191,7 +198,7 @@ def sequence_aux_loss_from_tile_sums(
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(loss, C [sequences]) from what ``workspace`` holds."""
-    sums, tile_lengths = _scratch(probs, tokens_per_expert, workspace)
+    sums, tile_lengths = scratch(probs, tokens_per_expert, workspace)
     num_sequences, num_experts = tokens_per_expert.shape
     own_sums = sums.new_zeros(num_sequences)
     lengths = torch.zeros(num_sequences, dtype=torch.int64)
@@ -218,23 +225,17 @@ def _sequence_aux_loss_from_tile_sums_cuda(
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor]:
     _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
-    partials, tile_lengths = _scratch(probs, tokens_per_expert, workspace)
+    partials, tile_lengths = scratch(probs, tokens_per_expert, workspace)
     num_sequences, num_experts = tokens_per_expert.shape
     loss, scales = _empty_results(probs, tokens_per_expert)
     sums = torch.empty_like(scales)
     lengths = scales.new_empty(num_sequences, dtype=torch.int64)
-    load_kernels(__package__).loss_from_tile_sums(
-        partials,
-        tile_lengths,
-        cu_seqlens,
-        probs.shape[-2],
-        num_experts,
-        num_experts * coeff / topk,
-        sums,
-        lengths,
-        loss,
-        scales,
-    )
+    kernels = load_kernels(__package__)
+    add_slots = kernels.sequence_sums(probs, tokens_per_expert, cu_seqlens, tile_lengths.shape[0])
+    add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
+    add_sequences = kernels.loss_from_sums(num_sequences, loss.dtype, probs.device)
+    bits = float64_bits(num_experts * coeff / topk)
+    add_sequences(sums, lengths, loss, scales, bits)
     return loss, scales
 
 
@@ -267,32 +268,45 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    """A row over the experts per sequence: expanded over a batch's tokens, gathered by a pack's.
+def grad_rows(
+    grad: Tensor, scales: Tensor, tokens_per_expert: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The row that the gradient of probs repeats for every token of a sequence: [B, experts].
 
     Plain PyTorch, so that Inductor fuses it into the router's backward and autograd can
     differentiate it again.
     """
-    if grad is None or not ctx.needs_input_grad[0]:
-        return (None,) * 7
-    tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
     rows = (grad * scales)[:, None] * tokens_per_expert.to(scales.dtype)
     # A sequence without tokens gives zero whatever its counts and the incoming gradient hold.
-    rows = cast(torch.where(scales[:, None] == 0, torch.zeros_like(rows), rows), ctx.probs_dtype)
+    return cast(torch.where(scales[:, None] == 0, torch.zeros_like(rows), rows), dtype)
+
+
+def expand_rows(
+    rows: Tensor, shape: torch.Size, cu_seqlens: Tensor | None, token_mask: Tensor | None
+) -> Tensor:
+    """The gradient of probs: the rows expanded over a batch's tokens, or gathered by a pack's."""
     if cu_seqlens is None:
-        grad_probs = rows[:, None, :].expand(ctx.probs_shape)
+        grad_probs = rows[:, None, :].expand(shape)
     else:
-        tokens = torch.arange(ctx.probs_shape[0], device=rows.device, dtype=cu_seqlens.dtype)
+        tokens = torch.arange(shape[0], device=rows.device, dtype=cu_seqlens.dtype)
         # A token's sequence is the last that begins at it or before it. Tokens of none take the
         # row of zeros: -1 before the first, B behind the last. The clamp, which the forward has
         # too, is also what makes the bounds a buffer of their own: on CUDA, Inductor of torch 2.11
         # searched a slice from the beginning of the tensor that it was cut from.
-        bounds = cu_seqlens.clamp(0, ctx.probs_shape[0])
+        bounds = cu_seqlens.clamp(0, shape[0])
         sequence = torch.searchsorted(bounds, tokens, right=True) - 1
         grad_probs = torch.nn.functional.pad(rows, (0, 0, 0, 1))[sequence]
     if token_mask is not None:
-        grad_probs = torch.where(token_mask[..., None], grad_probs, torch.zeros_like(grad_probs))
-    return grad_probs, *(None,) * 6
+        grad_probs = torch.where(token_mask[..., None], grad_probs, 0.0)
+    return grad_probs
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None or not ctx.needs_input_grad[0]:
+        return (None,) * 7
+    tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
+    rows = grad_rows(grad, scales, tokens_per_expert, ctx.probs_dtype)
+    return expand_rows(rows, ctx.probs_shape, cu_seqlens, token_mask), *(None,) * 6
 
 
 sequence_aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
@@ -307,11 +321,7 @@ def _sequence_aux_loss(
     token_mask: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
-    _check(probs, tokens_per_expert, topk, cu_seqlens, token_mask)
-    size = sequence_aux_loss_workspace_size(
-        _num_tokens(probs), tokens_per_expert.shape[0], probs.shape[-1], probs.dtype
-    )
-    workspace = workspaces.resolve(OP, workspace, size, probs)
+    workspace = check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
     tokens_per_expert = checks.constant(tokens_per_expert)
     torch.ops.moe.sequence_aux_loss_tile_sums(
         probs, tokens_per_expert, cu_seqlens, token_mask, workspace

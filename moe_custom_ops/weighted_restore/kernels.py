@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fixed_order import accumulator_dtype, next_power_of_2
-from ..triton_common import TRITON_DTYPES, cast, launch, strides, tree_sum, widen
+from ..triton_common import TRITON_DTYPES, Launch, cast, strides, tree_sum, widen
 from .reference import ACCUMULATOR_LANES
 
 INVERT_BLOCK = 1024
@@ -178,20 +178,21 @@ def _weighted_restore_backward_kernel(
 def invert(token_indices_sorted: Tensor, inverse: Tensor) -> None:
     """Write the row of each assignment, or -1, to ``inverse`` int32 [assignments]."""
     num_rows, num_assignments = token_indices_sorted.shape[0], inverse.shape[0]
-    device = inverse.device
     programs = triton.cdiv(num_assignments, INVERT_BLOCK)
-    launch(_fill_inverse_kernel, programs, device, inverse, num_assignments, BLOCK=INVERT_BLOCK)
-    launch(
+    fill = Launch(
+        _fill_inverse_kernel, programs, inverse.device, num_assignments, BLOCK=INVERT_BLOCK
+    )
+    fill(inverse)
+    place = Launch(
         _invert_kernel,
         triton.cdiv(num_rows, INVERT_BLOCK),
-        device,
-        token_indices_sorted,
-        inverse,
+        inverse.device,
         num_rows,
         num_assignments,
         *token_indices_sorted.stride(),
         BLOCK=INVERT_BLOCK,
     )
+    place(token_indices_sorted, inverse)
 
 
 def weighted_restore(
@@ -212,16 +213,10 @@ def weighted_restore(
     block_h = min(next_power_of_2(num_columns), max_block_h)
     # A width of 0 still has slots to write.
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
-    launch(
+    launch = Launch(
         _weighted_restore_kernel,
         num_tokens * blocks_h,
         rows.device,
-        rows,
-        top_scores,
-        inverse,
-        addend,
-        out,
-        slots,
         num_rows,
         num_columns,
         *rows.stride(),
@@ -236,6 +231,7 @@ def weighted_restore(
         HAS_ADDEND=addend is not None,
         num_warps=num_warps,
     )
+    launch(rows, top_scores, inverse, addend, out, slots)
 
 
 def weighted_restore_backward(
@@ -256,17 +252,10 @@ def weighted_restore_backward(
     programs = num_tokens
     if grad_rows is not None:
         programs += triton.cdiv(num_rows, ZERO_BLOCK_ROWS)
-    launch(
+    launch = Launch(
         _weighted_restore_backward_kernel,
         programs,
         rows.device,
-        grad,
-        rows,
-        top_scores,
-        token_indices_sorted,
-        slots,
-        grad_rows,
-        grad_scores,
         num_tokens,
         num_rows,
         num_columns,
@@ -286,3 +275,4 @@ def weighted_restore_backward(
         NEED_SCORES=grad_scores is not None,
         num_warps=num_warps or (4 if block_k > 2 else 2),
     )
+    launch(grad, rows, top_scores, token_indices_sorted, slots, grad_rows, grad_scores)

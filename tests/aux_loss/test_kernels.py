@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_custom_ops.aux_loss import reference
+from moe_custom_ops.backend import as_bytes, float64_bits
 from moe_custom_ops.fixed_order import accumulator_dtype, tile_sums, tile_tokens
 from moe_custom_ops.testing import assert_same_bits, make_probs
 
@@ -23,14 +24,16 @@ def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=None, 
     partials = torch.full((count,), torch.nan, dtype=dtype, device=device)
     loss, scale = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
     mask = None if token_mask is None else token_mask.to(device)
-    kernels.tile_sums(probs, counts, mask, partials, num_warps=num_warps)
+    sum_tiles = kernels.tile_sums(probs, counts, mask, num_warps)
+    sum_tiles(probs, counts, as_bytes(mask), partials)
     host_scale = num_experts * coeff / topk
     device_total = None
     if isinstance(total, torch.Tensor):
         device_total = total.to(device)
     else:
         host_scale = host_scale / total / total if total else 0.0
-    kernels.loss_from_tile_sums(partials, device_total, host_scale, loss, scale)
+    add_tiles = kernels.loss_from_tile_sums(count, dtype, loss.device, device_total is not None)
+    add_tiles(partials, device_total, loss, scale, float64_bits(host_scale))
     return loss.cpu(), scale.cpu()
 
 

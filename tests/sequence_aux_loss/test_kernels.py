@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_custom_ops import sequence_aux_loss
+from moe_custom_ops.backend import as_bytes, float64_bits
 from moe_custom_ops.fixed_order import accumulator_dtype, max_chunks
 from moe_custom_ops.sequence_aux_loss import reference
 from moe_custom_ops.testing import assert_same_bits, make_probs
@@ -25,21 +26,14 @@ def run(probs, counts, ends, mask, device, num_warps=None):
     empty = lambda *shape: torch.full(shape, torch.nan, dtype=dtype, device=device)  # noqa: E731
     partials = empty(slots * max_chunks(num_experts))
     tile_lengths = torch.full((slots,), -(2**30), dtype=torch.int32, device=device)
-    kernels.tile_sums(probs, counts, ends, mask, partials, tile_lengths, num_warps)
+    sum_tiles = kernels.tile_sums(probs, counts, ends, mask, slots, num_warps)
+    sum_tiles(probs, counts, ends, as_bytes(mask), partials, tile_lengths)
     lengths = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
-    loss, scales = empty(), empty(num_sequences)
-    kernels.loss_from_tile_sums(
-        partials,
-        tile_lengths,
-        ends,
-        probs.shape[-2],
-        num_experts,
-        num_experts * 0.1 / 2,
-        empty(num_sequences),
-        lengths,
-        loss,
-        scales,
-    )
+    loss, scales, sums = empty(), empty(num_sequences), empty(num_sequences)
+    add_slots = kernels.sequence_sums(probs, counts, ends, slots)
+    add_slots(partials, tile_lengths, ends, sums, lengths)
+    add_sequences = kernels.loss_from_sums(num_sequences, dtype, loss.device)
+    add_sequences(sums, lengths, loss, scales, float64_bits(num_experts * 0.1 / 2))
     return loss.cpu(), scales.cpu()
 
 

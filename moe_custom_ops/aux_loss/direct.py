@@ -1,0 +1,124 @@
+"""aux_loss past the dispatcher: two launches forward, one over the columns backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, direct
+from .. import workspace as workspaces
+from ..backend import as_bytes, float64_bits, load_kernels
+from ..fixed_order import accumulator_dtype
+from . import ops
+
+
+class _Plan:
+    """Launches and sizes of the calls of one signature."""
+
+    def __init__(
+        self,
+        probs: Tensor,
+        tokens_per_expert: Tensor,
+        total: Tensor | None,
+        token_mask: Tensor | None,
+        numerator: float,
+    ) -> None:
+        kernels = load_kernels(__package__)
+        self.shape, self.dtype, self.device = probs.shape, probs.dtype, probs.device
+        self.loss_dtype = accumulator_dtype(probs.dtype)
+        self.numerator = numerator
+        _, self.num_partials = kernels.num_partials(*probs.shape)
+        self.tile_sums = kernels.tile_sums(probs, tokens_per_expert, token_mask)
+        self.loss_from_tile_sums = kernels.loss_from_tile_sums(
+            self.num_partials, self.loss_dtype, probs.device, total is not None
+        )
+        self.grad_rows = kernels.grad_rows(tokens_per_expert)
+
+    def forward(
+        self,
+        probs: Tensor,
+        tokens_per_expert: Tensor,
+        total: Tensor | int,
+        token_mask: Tensor | None,
+        workspace: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(loss, C)"""
+        dtype, device = self.loss_dtype, self.device
+        if workspace is None:
+            partials = torch.empty(self.num_partials, dtype=dtype, device=device)
+        else:
+            partials = workspaces.scratch(ops.OP, workspace, self.num_partials, dtype)
+        loss = torch.empty((), dtype=dtype, device=device)
+        scale = torch.empty((), dtype=dtype, device=device)
+        self.tile_sums(probs, tokens_per_expert, as_bytes(token_mask), partials)
+        if isinstance(total, int):
+            bits = float64_bits(self.numerator / total / total)
+            self.loss_from_tile_sums(partials, None, loss, scale, bits)
+        else:
+            bits = float64_bits(self.numerator)
+            self.loss_from_tile_sums(partials, total, loss, scale, bits)
+        return loss, scale
+
+    def backward(self, grad: Tensor, scale: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        row = torch.empty(self.shape[1], dtype=self.dtype, device=self.device)
+        self.grad_rows(grad, scale, tokens_per_expert, row)
+        return row
+
+
+_PLANS: direct.Plans[_Plan] = direct.Plans()
+
+
+class _AuxLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, plan: _Plan, constants: tuple[Any, ...]) -> Tensor:
+        tokens_per_expert, _, token_mask, _ = constants
+        loss, scale = plan.forward(probs, *constants)
+        ctx.save_for_backward(tokens_per_expert, token_mask, scale)
+        ctx.plan = plan
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        tokens_per_expert, token_mask, scale = ctx.saved_tensors
+        plan = ctx.plan
+        if torch.is_grad_enabled() or not direct.is_plain(grad):
+            row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
+        else:
+            row = plan.backward(grad, scale, tokens_per_expert)
+        return ops.expand_row(row, plan.shape, token_mask), None, None
+
+
+def aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: Tensor | int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+    workspace: Tensor | None,
+    token_mask: Tensor | None,
+) -> Tensor | None:
+    """The loss, or None where the call is for the dispatcher."""
+    total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
+    if not direct.is_plain(probs, tokens_per_expert, total, workspace, token_mask):
+        return None
+    # Numbers of other types are for the checks, and so is a total of no token.
+    if total is None and not (type(total_num_tokens) is int and 0 < total_num_tokens < 2**63):
+        return None
+    if not (type(num_experts) is type(topk) is int and type(coeff) in (int, float)):
+        return None
+    tensors = direct.signature(probs, tokens_per_expert, total, workspace, token_mask)
+
+    def make() -> _Plan:
+        checks.is_number(ops.OP, "coeff", coeff)
+        ops.check(
+            probs, tokens_per_expert, total_num_tokens, num_experts, topk, workspace, token_mask
+        )
+        numerator = num_experts * coeff / topk
+        return _Plan(probs, tokens_per_expert, total, token_mask, numerator)
+
+    plan = _PLANS.get_or_make((tensors, num_experts, topk, coeff), make)
+    constants = (tokens_per_expert, total_num_tokens, token_mask, workspace)
+    if probs.requires_grad and torch.is_grad_enabled():
+        return _AuxLoss.apply(probs, plan, constants)
+    return plan.forward(probs, *constants)[0]

@@ -1,0 +1,119 @@
+"""sequence_aux_loss past the dispatcher: three launches forward, one over the counts backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, direct
+from ..backend import as_bytes, float64_bits, load_kernels
+from ..fixed_order import accumulator_dtype
+from . import ops
+
+
+class _Plan:
+    """Launches and sizes of the calls of one signature."""
+
+    def __init__(
+        self,
+        probs: Tensor,
+        tokens_per_expert: Tensor,
+        cu_seqlens: Tensor | None,
+        token_mask: Tensor | None,
+        workspace: Tensor,
+        numerator: float,
+    ) -> None:
+        kernels = load_kernels(__package__)
+        self.shape, self.dtype, self.device = probs.shape, probs.dtype, probs.device
+        self.counts_shape = tokens_per_expert.shape
+        self.loss_dtype = accumulator_dtype(probs.dtype)
+        self.numerator_bits = float64_bits(numerator)
+        self.workspace_size = workspace.shape[0]
+        slots = ops.scratch(probs, tokens_per_expert, workspace)[1].shape[0]
+        inputs = probs, tokens_per_expert, cu_seqlens
+        self.tile_sums = kernels.tile_sums(*inputs, token_mask, slots)
+        self.sequence_sums = kernels.sequence_sums(*inputs, slots)
+        num_sequences = tokens_per_expert.shape[0]
+        self.loss_from_sums = kernels.loss_from_sums(num_sequences, self.loss_dtype, self.device)
+        self.grad_rows = kernels.grad_rows(tokens_per_expert)
+
+    def forward(
+        self,
+        probs: Tensor,
+        tokens_per_expert: Tensor,
+        cu_seqlens: Tensor | None,
+        token_mask: Tensor | None,
+        workspace: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(loss, C [sequences])"""
+        dtype, device, num_sequences = self.loss_dtype, self.device, self.counts_shape[0]
+        if workspace is None:
+            workspace = torch.empty(self.workspace_size, dtype=torch.uint8, device=device)
+        partials, tile_lengths = ops.scratch(probs, tokens_per_expert, workspace)
+        sums = torch.empty(num_sequences, dtype=dtype, device=device)
+        lengths = torch.empty(num_sequences, dtype=torch.int64, device=device)
+        loss = torch.empty((), dtype=dtype, device=device)
+        scales = torch.empty(num_sequences, dtype=dtype, device=device)
+        mask = as_bytes(token_mask)
+        self.tile_sums(probs, tokens_per_expert, cu_seqlens, mask, partials, tile_lengths)
+        self.sequence_sums(partials, tile_lengths, cu_seqlens, sums, lengths)
+        self.loss_from_sums(sums, lengths, loss, scales, self.numerator_bits)
+        return loss, scales
+
+    def backward(self, grad: Tensor, scales: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        rows = torch.empty(self.counts_shape, dtype=self.dtype, device=self.device)
+        self.grad_rows(grad, scales, tokens_per_expert, rows)
+        return rows
+
+
+_PLANS: direct.Plans[_Plan] = direct.Plans()
+
+
+class _SequenceAuxLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, plan: _Plan, constants: tuple[Any, ...]) -> Tensor:
+        tokens_per_expert, cu_seqlens, token_mask, _ = constants
+        loss, scales = plan.forward(probs, *constants)
+        ctx.save_for_backward(tokens_per_expert, cu_seqlens, token_mask, scales)
+        ctx.plan = plan
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
+        plan = ctx.plan
+        if torch.is_grad_enabled() or not direct.is_plain(grad):
+            rows = ops.grad_rows(grad, scales, tokens_per_expert, plan.dtype)
+        else:
+            rows = plan.backward(grad, scales, tokens_per_expert)
+        return ops.expand_rows(rows, plan.shape, cu_seqlens, token_mask), None, None
+
+
+def sequence_aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    topk: int,
+    coeff: float,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    workspace: Tensor | None,
+) -> Tensor | None:
+    """The loss, or None where the call is for the dispatcher."""
+    if not direct.is_plain(probs, tokens_per_expert, cu_seqlens, token_mask, workspace):
+        return None
+    # Numbers of other types are for the checks.
+    if not (type(topk) is int and type(coeff) in (int, float)):
+        return None
+    tensors = direct.signature(probs, tokens_per_expert, cu_seqlens, token_mask, workspace)
+
+    def make() -> _Plan:
+        checks.is_number(ops.OP, "coeff", coeff)
+        scratch = ops.check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
+        numerator = probs.shape[-1] * coeff / topk
+        return _Plan(probs, tokens_per_expert, cu_seqlens, token_mask, scratch, numerator)
+
+    plan = _PLANS.get_or_make((tensors, topk, coeff), make)
+    constants = (tokens_per_expert, cu_seqlens, token_mask, workspace)
+    if probs.requires_grad and torch.is_grad_enabled():
+        return _SequenceAuxLoss.apply(probs, plan, constants)
+    return plan.forward(probs, *constants)[0]

@@ -1,0 +1,205 @@
+"""The direct path of aux_loss gives the bits, the gradients and the errors of the dispatcher."""
+
+import pytest
+import torch
+
+from moe_custom_ops import aux_loss, aux_loss_workspace_size, make_workspace
+from moe_custom_ops.aux_loss import direct as own
+from moe_custom_ops.testing import assert_same_bits, make_probs
+from tests.aux_loss.test_ops import BAD_CALLS, bad
+
+pytestmark = pytest.mark.kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+FORWARD = ["_aux_loss_tile_sums_kernel", "_aux_loss_from_tile_sums_kernel"]
+
+
+def on(device, call):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("total", [60, torch.tensor(60), torch.tensor(59.5), torch.tensor([0])])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_bits_of_loss_and_gradient(dtype, total, masked, given, launched, kernel_device):
+    probs, counts = make_probs(60, 16, dtype=dtype)
+    probs[3] *= 1e30 if dtype != torch.float16 else 1
+    mask = torch.arange(60) % 3 > 0 if masked else None
+    call = {
+        "tokens_per_expert": counts,
+        "total_num_tokens": total,
+        "num_experts": 8,
+        "topk": 2,
+        "coeff": 1e-2,
+        "token_mask": mask,
+    }
+    expected_probs = probs.clone().requires_grad_()
+    expected = torch.ops.moe.aux_loss(expected_probs, **call)
+    expected.backward(torch.tensor(0.3, dtype=expected.dtype))
+
+    call = on(kernel_device, call)
+    if given:
+        call["workspace"] = make_workspace(aux_loss_workspace_size(60, 16, dtype), kernel_device)
+        call["workspace"].fill_(255)
+    own_probs = probs.to(kernel_device).requires_grad_()
+    for _ in range(3):
+        own_probs.grad = None
+        launched.clear()
+        loss = aux_loss(own_probs, **call)
+        loss.backward(torch.tensor(0.3, dtype=loss.dtype, device=kernel_device))
+        assert launched == [*FORWARD, "_grad_rows_kernel"]
+        assert_same_bits(loss.detach(), expected.detach(), "loss")
+        assert_same_bits(own_probs.grad, expected_probs.grad, "gradient")
+        assert own_probs.grad.dtype == dtype
+    assert len(own._PLANS) == 1
+
+
+def test_the_gradient_is_a_row_from_one_launch(launched, kernel_device):
+    probs, counts = make_probs(5000, 64)
+    probs = probs.to(kernel_device).requires_grad_()
+    loss = aux_loss(probs, counts.to(kernel_device), 5000, 64, 8, 1e-2)
+    launched.clear()
+    (grad,) = torch.autograd.grad(loss, probs)
+    assert grad.stride() == (0, 1) and grad.untyped_storage().nbytes() == 64 * 4
+    assert launched == ["_grad_rows_kernel"]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 129])
+@pytest.mark.parametrize("columns", [1, 7, 2304])
+def test_sizes_and_strides(num_tokens, columns, launched, kernel_device):
+    probs, counts = make_probs(num_tokens, columns)
+    call = (max(num_tokens, 1), columns, 1, 0.1)
+    expected = torch.ops.moe.aux_loss(probs, counts, *call)
+    wide = torch.full((columns, 3 * num_tokens + 1), torch.nan, device=kernel_device)
+    strided = wide.T[1::3]
+    strided.copy_(probs)
+    counts = counts.to(kernel_device)
+    for own_probs in (probs.to(kernel_device), strided):
+        for _ in range(2):
+            assert_same_bits(aux_loss(own_probs, counts, *call), expected)
+    assert launched == FORWARD * 4
+
+
+def test_each_signature_has_a_plan_of_its_own(launched, kernel_device):
+    """Aligned and misaligned data, other dtypes and strides, one after the other, twice."""
+    probs, counts = make_probs(40, 16)
+    flat = torch.zeros(40 * 16 + 1, device=kernel_device)
+    misaligned = flat[1:].view(40, 16)
+    misaligned.copy_(probs)
+    values = [misaligned, probs.to(kernel_device), probs.double().to(kernel_device)]
+    values += [misaligned[:, :8], probs.to(kernel_device)[:, :8]]
+    own_counts = [counts, counts.double(), counts.repeat_interleave(2)[::2]]
+    for _ in range(2):
+        for p in values:
+            for n in own_counts:
+                n = n[: p.shape[1]]
+                for coeff in (0.1, 0.2):
+                    expected = torch.ops.moe.aux_loss(p.cpu(), n, 40, 8, 2, coeff)
+                    own_n = n.to(kernel_device)
+                    assert_same_bits(aux_loss(p, own_n, 40, 8, 2, coeff), expected)
+    assert launched == FORWARD * (2 * 5 * 3 * 2)
+
+
+def test_an_int_total_needs_no_plan_of_its_own(launched, kernel_device):
+    probs, counts = make_probs(40, 16)
+    own_probs, own_counts = probs.to(kernel_device), counts.to(kernel_device)
+    for total in (1, 40, 39, 2**40, 2**62):
+        expected = torch.ops.moe.aux_loss(probs, counts, total, 8, 2, 0.1)
+        assert_same_bits(aux_loss(own_probs, own_counts, total, 8, 2, 0.1), expected)
+    assert len(own._PLANS) == 1
+
+
+def test_gradient_of_the_gradient(launched, kernel_device):
+    """Of a function of loss and gradient: d/dx (loss^2 + sum(w * d(loss^2)/dx))."""
+    probs, counts = make_probs(40, 16, dtype=torch.float64)
+    weights = torch.rand(40, 16, dtype=torch.float64)
+
+    def second(probs, counts, weights, loss_of):
+        probs = probs.clone().requires_grad_()
+        loss = loss_of(probs, counts, 40, 8, 2, 100.0) ** 2
+        (grad,) = torch.autograd.grad(loss, probs, create_graph=True)
+        (grad,) = torch.autograd.grad((grad * weights).sum(), probs)
+        return grad.cpu()
+
+    expected = second(probs, counts, weights, torch.ops.moe.aux_loss)
+    assert not launched
+    moved = [x.to(kernel_device) for x in (probs, counts, weights)]
+    actual = second(*moved, aux_loss)
+    # The last gradient asks for no graph, so it comes from the kernel again.
+    assert launched == [*FORWARD, "_grad_rows_kernel"]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    assert expected.abs().min() > 0
+
+
+def test_batched_and_repeated_gradients(launched, kernel_device):
+    probs, counts = make_probs(40, 16)
+    probs = probs.to(kernel_device).requires_grad_()
+    loss = aux_loss(probs, counts.to(kernel_device), 40, 8, 2, 0.1)
+    (once,) = torch.autograd.grad(loss, probs, retain_graph=True)
+    (again,) = torch.autograd.grad(loss, probs, retain_graph=True)
+    assert_same_bits(again, once)
+    grads = torch.tensor([1.0, 3.0], device=kernel_device)
+    (both,) = torch.autograd.grad(loss, probs, grads, is_grads_batched=True)
+    assert_same_bits(both[0].contiguous(), once.contiguous())
+    assert both[1].sum() > 2.9 * once.sum() > 0
+
+
+def test_an_incoming_gradient_may_lie_anywhere(launched, kernel_device):
+    probs, counts = make_probs(40, 16)
+    probs = probs.to(kernel_device).requires_grad_()
+    loss = aux_loss(probs, counts.to(kernel_device), 40, 8, 2, 0.1)
+    grads = torch.tensor([5.0, 3.0, 3.0], device=kernel_device)
+    (a,) = torch.autograd.grad(loss, probs, grads[1], retain_graph=True)
+    (b,) = torch.autograd.grad(loss, probs, grads[2].clone(), retain_graph=True)
+    (c,) = torch.autograd.grad(loss, probs, grads[2], retain_graph=True)
+    assert_same_bits(a, b)
+    assert_same_bits(c, b)
+    assert b.abs().sum() > 0
+
+
+def test_saved_tensors_are_watched(launched, kernel_device):
+    probs, counts = make_probs(40, 16)
+    probs, counts = probs.to(kernel_device).requires_grad_(), counts.to(kernel_device)
+    loss = aux_loss(probs, counts, 40, 8, 2, 0.1)
+    counts += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_counts_and_total_receive_no_gradient(launched, kernel_device):
+    probs, counts = make_probs(40, 16)
+    counts = counts.to(kernel_device).float().requires_grad_()
+    total = torch.tensor(40.0, device=kernel_device, requires_grad=True)
+    assert not aux_loss(probs.to(kernel_device), counts, total, 8, 2, 0.1).requires_grad
+    probs = probs.to(kernel_device).requires_grad_()
+    aux_loss(probs, counts, total, 8, 2, 0.1).backward()
+    assert counts.grad is None and total.grad is None and probs.grad is not None
+
+
+def test_no_gradient_is_recorded_where_none_is_asked_for(launched, kernel_device):
+    probs, counts = make_probs(40, 16)
+    probs, counts = probs.to(kernel_device).requires_grad_(), counts.to(kernel_device)
+    with torch.no_grad():
+        assert aux_loss(probs, counts, 40, 8, 2, 0.1).grad_fn is None
+    with torch.inference_mode():
+        assert aux_loss(probs, counts, 40, 8, 2, 0.1).is_inference()
+    assert aux_loss(probs, counts, 40, 8, 2, 0.1).grad_fn is not None
+    assert launched == FORWARD * 3
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_CALLS)
+def test_bad_input(change, error, message, launched, kernel_device):
+    moved = {k: v for k, v in change.items() if getattr(v, "is_cpu", False)}
+    if "workspace" in moved and kernel_device != "cpu":
+        pytest.skip("a copy would lose the alignment and the strides that are the mistake")
+    change = {**change, **on(kernel_device, moved)}
+    message = message.replace("cpu", str(torch.empty(0, device=kernel_device).device))
+    good = on(kernel_device, bad({}))
+    aux_loss(**good)
+    launched.clear()
+    with pytest.raises(error, match=f"aux_loss: .*{message}"):
+        aux_loss(**{**good, **change})
+    assert not launched
