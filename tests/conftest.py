@@ -40,7 +40,7 @@ def launched(kernel_device, monkeypatch):
         return launch(self, *first)
 
     monkeypatch.setattr(Launch, "__call__", spy)
-    monkeypatch.setattr(direct, "DEVICE_TYPE", kernel_device)
+    monkeypatch.setattr(direct, "CUDA", kernel_device == "cuda")
     for room in (aux, sequence):
         monkeypatch.setattr(room, "_PLANS", direct.Plans())
     return names

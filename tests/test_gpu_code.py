@@ -128,7 +128,7 @@ def test_aux_loss(dtype, shape, masked, ptx):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_experts", [64, 256])
-def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
+def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx, monkeypatch):
     from moe_custom_ops.sequence_aux_loss import kernels
 
     probs, _ = make_probs(120, num_experts, dtype=dtype)
@@ -140,13 +140,13 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
     partials, lengths = torch.empty(3, dtype=acc), torch.empty(3, dtype=torch.int32)
     sum_tiles = kernels.tile_sums(probs, counts, ends, mask, 3)
     sum_tiles(probs, counts, ends, as_bytes(mask), partials, lengths)
-    sums, scales, loss = (torch.empty(3, dtype=acc) for _ in range(3))
-    long = torch.empty(3, dtype=torch.int64)
-    add_slots = kernels.sequence_sums(probs, counts, ends, 3)
-    add_slots(partials, lengths, ends, sums, long)
-    kernels.loss_from_sums(3, acc, probs.device)(sums, long, loss, scales, float64_bits(0.1))
+    scales, loss = (torch.empty(3, dtype=acc) for _ in range(2))
+    for at_once in (kernels.AT_ONCE, 0):
+        monkeypatch.setattr(kernels, "AT_ONCE", at_once)
+        add_tiles = kernels.loss_from_tile_sums(probs, counts, ends, 3)
+        add_tiles(partials, lengths, ends, loss, scales, float64_bits(0.1))
     kernels.grad_rows(counts)(loss, scales, counts, torch.empty(3, num_experts, dtype=dtype))
-    assert len(ptx) == 4
+    assert len(ptx) == 5
     check_wide_loads(ptx["_sequence_tile_sums_kernel"])
     check_prefetch(ptx["_sequence_tile_sums_kernel"])
 

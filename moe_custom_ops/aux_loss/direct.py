@@ -45,11 +45,11 @@ class _Plan:
         """(loss, C)"""
         dtype, device = self.loss_dtype, self.device
         if workspace is None:
-            partials = torch.empty(self.num_partials, dtype=dtype, device=device)
+            partials = direct.empty((self.num_partials,), (1,), dtype, device)
         else:
             partials = workspaces.scratch(ops.OP, workspace, self.num_partials, dtype)
-        loss = torch.empty((), dtype=dtype, device=device)
-        scale = torch.empty((), dtype=dtype, device=device)
+        loss = direct.empty((), (), dtype, device)
+        scale = direct.empty((), (), dtype, device)
         self.tile_sums(probs, tokens_per_expert, as_bytes(token_mask), partials)
         if isinstance(total, int):
             bits = float64_bits(self.numerator / total / total)
@@ -60,7 +60,7 @@ class _Plan:
         return loss, scale
 
     def backward(self, grad: Tensor, scale: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        row = torch.empty(self.shape[1], dtype=self.dtype, device=self.device)
+        row = direct.empty((self.shape[1],), (1,), self.dtype, self.device)
         self.grad_rows(grad, scale, tokens_per_expert, row)
         return row
 
@@ -80,7 +80,7 @@ class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         tokens_per_expert, token_mask, scale = ctx.saved_tensors
-        plan = ctx.plan
+        plan: _Plan = ctx.plan
         if torch.is_grad_enabled() or not direct.is_plain(grad):
             row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
         else:
@@ -108,16 +108,15 @@ def aux_loss(
     if not (type(num_experts) is type(topk) is int and type(coeff) in (int, float)):
         return None
     tensors = direct.signature(probs, tokens_per_expert, total, workspace, token_mask)
-
-    def make() -> _Plan:
+    key = (*tensors, num_experts, topk, coeff)
+    plan = _PLANS.get(key)
+    if plan is None:
         checks.is_number(ops.OP, "coeff", coeff)
         ops.check(
             probs, tokens_per_expert, total_num_tokens, num_experts, topk, workspace, token_mask
         )
         numerator = num_experts * coeff / topk
-        return _Plan(probs, tokens_per_expert, total, token_mask, numerator)
-
-    plan = _PLANS.get_or_make((tensors, num_experts, topk, coeff), make)
+        plan = _PLANS.add(key, _Plan(probs, tokens_per_expert, total, token_mask, numerator))
     constants = (tokens_per_expert, total_num_tokens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():
         return _AuxLoss.apply(probs, plan, constants)

@@ -226,7 +226,7 @@ def grad_row(grad: Tensor, scale: Tensor, tokens_per_expert: Tensor, dtype: torc
 
 def expand_row(row: Tensor, shape: torch.Size, token_mask: Tensor | None) -> Tensor:
     """The gradient of probs: without a mask it is a view of the row."""
-    grad_probs = row.expand(shape)
+    grad_probs = row.expand(*shape)
     if token_mask is None:
         return grad_probs
     return torch.where(token_mask[:, None], grad_probs, 0.0)

@@ -28,13 +28,11 @@ class _Plan:
         self.counts_shape = tokens_per_expert.shape
         self.loss_dtype = accumulator_dtype(probs.dtype)
         self.numerator_bits = float64_bits(numerator)
-        self.workspace_size = workspace.shape[0]
-        slots = ops.scratch(probs, tokens_per_expert, workspace)[1].shape[0]
+        partials, tile_lengths = ops.scratch(probs, tokens_per_expert, workspace)
+        self.num_partials, self.num_slots = partials.shape[0], tile_lengths.shape[0]
         inputs = probs, tokens_per_expert, cu_seqlens
-        self.tile_sums = kernels.tile_sums(*inputs, token_mask, slots)
-        self.sequence_sums = kernels.sequence_sums(*inputs, slots)
-        num_sequences = tokens_per_expert.shape[0]
-        self.loss_from_sums = kernels.loss_from_sums(num_sequences, self.loss_dtype, self.device)
+        self.tile_sums = kernels.tile_sums(*inputs, token_mask, self.num_slots)
+        self.loss_from_tile_sums = kernels.loss_from_tile_sums(*inputs, self.num_slots)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
     def forward(
@@ -48,20 +46,23 @@ class _Plan:
         """(loss, C [sequences])"""
         dtype, device, num_sequences = self.loss_dtype, self.device, self.counts_shape[0]
         if workspace is None:
-            workspace = torch.empty(self.workspace_size, dtype=torch.uint8, device=device)
-        partials, tile_lengths = ops.scratch(probs, tokens_per_expert, workspace)
-        sums = torch.empty(num_sequences, dtype=dtype, device=device)
-        lengths = torch.empty(num_sequences, dtype=torch.int64, device=device)
-        loss = torch.empty((), dtype=dtype, device=device)
-        scales = torch.empty(num_sequences, dtype=dtype, device=device)
+            partials = direct.empty((self.num_partials,), (1,), dtype, device)
+            tile_lengths = direct.empty((self.num_slots,), (1,), torch.int32, device)
+        else:
+            partials, tile_lengths = ops.scratch(probs, tokens_per_expert, workspace)
+        loss = direct.empty((), (), dtype, device)
+        scales = direct.empty((num_sequences,), (1,), dtype, device)
         mask = as_bytes(token_mask)
         self.tile_sums(probs, tokens_per_expert, cu_seqlens, mask, partials, tile_lengths)
-        self.sequence_sums(partials, tile_lengths, cu_seqlens, sums, lengths)
-        self.loss_from_sums(sums, lengths, loss, scales, self.numerator_bits)
+        self.loss_from_tile_sums(
+            partials, tile_lengths, cu_seqlens, loss, scales, self.numerator_bits
+        )
         return loss, scales
 
     def backward(self, grad: Tensor, scales: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        rows = torch.empty(self.counts_shape, dtype=self.dtype, device=self.device)
+        num_sequences, num_experts = self.counts_shape
+        shape, stride = (num_sequences, num_experts), (num_experts, 1)
+        rows = direct.empty(shape, stride, self.dtype, self.device)
         self.grad_rows(grad, scales, tokens_per_expert, rows)
         return rows
 
@@ -105,14 +106,14 @@ def sequence_aux_loss(
     if not (type(topk) is int and type(coeff) in (int, float)):
         return None
     tensors = direct.signature(probs, tokens_per_expert, cu_seqlens, token_mask, workspace)
-
-    def make() -> _Plan:
+    key = (*tensors, topk, coeff)
+    plan = _PLANS.get(key)
+    if plan is None:
         checks.is_number(ops.OP, "coeff", coeff)
         scratch = ops.check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
         numerator = probs.shape[-1] * coeff / topk
-        return _Plan(probs, tokens_per_expert, cu_seqlens, token_mask, scratch, numerator)
-
-    plan = _PLANS.get_or_make((tensors, topk, coeff), make)
+        plan = _Plan(probs, tokens_per_expert, cu_seqlens, token_mask, scratch, numerator)
+        _PLANS.add(key, plan)
     constants = (tokens_per_expert, cu_seqlens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():
         return _SequenceAuxLoss.apply(probs, plan, constants)

@@ -226,16 +226,13 @@ def _sequence_aux_loss_from_tile_sums_cuda(
 ) -> tuple[Tensor, Tensor]:
     _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
     partials, tile_lengths = scratch(probs, tokens_per_expert, workspace)
-    num_sequences, num_experts = tokens_per_expert.shape
+    num_experts = tokens_per_expert.shape[1]
     loss, scales = _empty_results(probs, tokens_per_expert)
-    sums = torch.empty_like(scales)
-    lengths = scales.new_empty(num_sequences, dtype=torch.int64)
-    kernels = load_kernels(__package__)
-    add_slots = kernels.sequence_sums(probs, tokens_per_expert, cu_seqlens, tile_lengths.shape[0])
-    add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
-    add_sequences = kernels.loss_from_sums(num_sequences, loss.dtype, probs.device)
+    launch = load_kernels(__package__).loss_from_tile_sums(
+        probs, tokens_per_expert, cu_seqlens, tile_lengths.shape[0]
+    )
     bits = float64_bits(num_experts * coeff / topk)
-    add_sequences(sums, lengths, loss, scales, bits)
+    launch(partials, tile_lengths, cu_seqlens, loss, scales, bits)
     return loss, scales
 
 
