@@ -119,5 +119,5 @@ def aux_loss(
         plan = _PLANS.add(key, _Plan(probs, tokens_per_expert, total, token_mask, numerator))
     constants = (tokens_per_expert, total_num_tokens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():
-        return _AuxLoss.apply(probs, plan, constants)
+        return direct.apply(_AuxLoss, probs, plan, constants)
     return plan.forward(probs, *constants)[0]

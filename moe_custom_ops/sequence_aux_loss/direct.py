@@ -32,7 +32,8 @@ class _Plan:
         self.num_partials, self.num_slots = partials.shape[0], tile_lengths.shape[0]
         inputs = probs, tokens_per_expert, cu_seqlens
         self.tile_sums = kernels.tile_sums(*inputs, token_mask, self.num_slots)
-        self.loss_from_tile_sums = kernels.loss_from_tile_sums(*inputs, self.num_slots)
+        launches = kernels.loss_from_tile_sums(*inputs, self.num_slots)
+        self.add_slots, self.add_sequences = launches
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
     def forward(
@@ -50,13 +51,14 @@ class _Plan:
             tile_lengths = direct.empty((self.num_slots,), (1,), torch.int32, device)
         else:
             partials, tile_lengths = ops.scratch(probs, tokens_per_expert, workspace)
+        sums = direct.empty((num_sequences,), (1,), dtype, device)
+        lengths = direct.empty((num_sequences,), (1,), torch.int64, device)
         loss = direct.empty((), (), dtype, device)
         scales = direct.empty((num_sequences,), (1,), dtype, device)
         mask = as_bytes(token_mask)
         self.tile_sums(probs, tokens_per_expert, cu_seqlens, mask, partials, tile_lengths)
-        self.loss_from_tile_sums(
-            partials, tile_lengths, cu_seqlens, loss, scales, self.numerator_bits
-        )
+        self.add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
+        self.add_sequences(sums, lengths, loss, scales, self.numerator_bits)
         return loss, scales
 
     def backward(self, grad: Tensor, scales: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -116,5 +118,5 @@ def sequence_aux_loss(
         _PLANS.add(key, plan)
     constants = (tokens_per_expert, cu_seqlens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():
-        return _SequenceAuxLoss.apply(probs, plan, constants)
+        return direct.apply(_SequenceAuxLoss, probs, plan, constants)
     return plan.forward(probs, *constants)[0]

@@ -3,9 +3,6 @@
 Bounds in ``cu_seqlens`` are clamped to the pack, so no value of theirs reads outside it.
 """
 
-from collections.abc import Callable
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +13,7 @@ from ..triton_common import (
     TRITON_DTYPES,
     Launch,
     float64_from_bits,
+    max_registers,
     num_chunks,
     prefetch_tile,
     strides,
@@ -32,8 +30,6 @@ from ..triton_common import (
 # Sequence bounds that one step of the search compares, and sums that one step of a tree adds.
 SEARCH_BLOCK = 1024
 TREE_BLOCK = 1024
-# Slots of all sequences, at most, that one program adds.
-AT_ONCE = 8192
 
 
 @triton.jit
@@ -165,75 +161,6 @@ def _sequence_tile_sums_kernel(
         tl.store(tile_lengths_ptr + slot, tl.sum(counted.to(tl.int32), axis=0))
 
 
-@triton.jit
-def _slots(
-    cu_seqlens_ptr,
-    sequence,
-    num_tokens,
-    stride_cu,
-    mask,
-    BLOCK_T: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """(first slot, slots) of each sequence."""
-    if PACKED:
-        start = _bound(cu_seqlens_ptr, sequence, stride_cu, num_tokens, mask)
-        end = _bound(cu_seqlens_ptr, sequence + 1, stride_cu, num_tokens, mask)
-        tiles = (tl.maximum(end - start, 0) + BLOCK_T - 1) // BLOCK_T
-        return start // BLOCK_T + sequence, tiles
-    else:
-        tiles = (num_tokens + BLOCK_T - 1) // BLOCK_T + sequence * 0
-        return sequence * tiles, tiles
-
-
-@triton.jit
-def _scales(lengths, non_empty, scale_bits, ACC: tl.constexpr):
-    """num_experts * coeff / topk / L / L / (non-empty sequences), rounded once, or 0."""
-    length = lengths.to(tl.float64)
-    scales = float64_from_bits(scale_bits) / length / length / non_empty.to(tl.float64)
-    return tl.where(length > 0.0, scales, 0.0).to(ACC)
-
-
-@triton.jit(do_not_specialize=["scale_bits", "num_sequences", "num_tokens"])
-def _sequence_loss_at_once_kernel(
-    partials_ptr,
-    tile_lengths_ptr,
-    cu_seqlens_ptr,
-    loss_ptr,
-    scales_ptr,
-    scale_bits: tl.int64,
-    num_sequences,
-    num_tokens,
-    stride_cu,
-    CHUNKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-    PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """What the two kernels below do, in one program for few slots."""
-    wait_for_previous_kernel(OVERLAP, True)
-    b = tl.arange(0, BLOCK_B).to(tl.int64)
-    present = b < num_sequences
-    slot, tiles = _slots(cu_seqlens_ptr, b, num_tokens, stride_cu, present, BLOCK_T, PACKED)
-    slot, tiles = slot[:, None], tiles[:, None]
-    own = tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    mask = present[:, None] & (own < tiles * CHUNKS)
-    partials = tl.load(partials_ptr + slot * CHUNKS + own, mask=mask, other=0.0)
-    sums = tree_sum(partials)
-    mask = present[:, None] & (own < tiles)
-    lengths = tl.load(tile_lengths_ptr + slot + own, mask=mask, other=0).to(tl.int64)
-    lengths = tl.sum(lengths, axis=1)
-    non_empty = tl.sum((lengths > 0).to(tl.int64), axis=0)
-    scales = _scales(lengths, non_empty, scale_bits, ACC)
-    tl.store(scales_ptr + b, scales, mask=present)
-    # A sequence without tokens is skipped even where its counts are NaN.
-    terms = tl.where(lengths > 0, scales * sums, 0.0)
-    tl.store(loss_ptr + tl.arange(0, 1), tree_sum(tl.reshape(terms, [1, BLOCK_B])))
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sequence_sums_kernel(
     partials_ptr,
@@ -253,7 +180,14 @@ def _sequence_sums_kernel(
 ):
     wait_for_previous_kernel(OVERLAP, True)
     sequence = tl.program_id(0).to(tl.int64)
-    slot, tiles = _slots(cu_seqlens_ptr, sequence, num_tokens, stride_cu, True, BLOCK_T, PACKED)
+    if PACKED:
+        start = _bound(cu_seqlens_ptr, sequence, stride_cu, num_tokens, True)
+        end = _bound(cu_seqlens_ptr, sequence + 1, stride_cu, num_tokens, True)
+        tiles = (tl.maximum(end - start, 0) + BLOCK_T - 1) // BLOCK_T
+        slot = start // BLOCK_T + sequence
+    else:
+        tiles = (num_tokens + BLOCK_T - 1) // BLOCK_T + sequence * 0
+        slot = sequence * tiles
     index = tl.arange(0, BLOCK).to(tl.int64)
     blocks = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
@@ -292,17 +226,18 @@ def _sequence_loss_kernel(
         b = block * BLOCK + index
         lengths = tl.load(lengths_ptr + b, mask=b < num_sequences, other=0)
         non_empty += (lengths > 0).to(tl.int64)
-    non_empty_count = tl.sum(non_empty, axis=0)
+    count = tl.sum(non_empty, axis=0).to(tl.float64)
+    numerator = float64_from_bits(scale_bits)
     blocks = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
     for block in range(MAX_BLOCKS):
         b = block * BLOCK + index
-        lengths = tl.load(lengths_ptr + b, mask=b < num_sequences, other=0)
-        scales = _scales(lengths, non_empty_count, scale_bits, ACC)
+        length = tl.load(lengths_ptr + b, mask=b < num_sequences, other=0).to(tl.float64)
+        scales = tl.where(length > 0.0, numerator / length / length / count, 0.0).to(ACC)
         tl.store(scales_ptr + b, scales, mask=b < num_sequences)
         sums = tl.load(sums_ptr + b, mask=b < num_sequences, other=0.0)
         # A sequence without tokens is skipped even where its counts are NaN.
-        terms = tl.where(lengths > 0, scales * sums, 0.0)
+        terms = tl.where(length > 0.0, scales * sums, 0.0)
         block_sums = tl.where(blocks == block, tree_sum(tl.reshape(terms, [1, BLOCK])), block_sums)
     tl.store(loss_ptr + tl.arange(0, 1), tree_sum(tl.reshape(block_sums, [1, MAX_BLOCKS])))
 
@@ -355,78 +290,50 @@ def tile_sums(
         HAS_MASK=token_mask is not None,
         RUN_AHEAD=slots * chunks > FEW_PROGRAMS,
         num_warps=num_warps,
+        maxnreg=max_registers(block_t, block_c, probs.dtype, num_warps),
         overlap=True,
     )
 
 
 def loss_from_tile_sums(
     probs: Tensor, tokens_per_expert: Tensor, cu_seqlens: Tensor | None, num_slots: int
-) -> Callable[..., None]:
-    """Of (partials, tile_lengths, cu_seqlens, loss, scales, bits of a float64).
+) -> tuple[Launch, Launch]:
+    """The first of (partials, tile_lengths, cu_seqlens, sums, lengths) adds the slots of each
+    sequence: the weighted ones to ``sums`` [sequences], the numbers of tokens to ``lengths`` int64.
 
-    Adds the slots of each sequence, then the sequences; writes the loss and the scale of each
-    sequence. The float64 is num_experts * coeff / topk.
+    The second of (sums, lengths, loss, scales, bits of num_experts * coeff / topk as a float64)
+    adds the sequences, and writes the loss and the scale [sequences] of each.
     """
     num_tokens, num_columns = probs.shape[-2:]
-    num_sequences, device = tokens_per_expert.shape[0], probs.device
+    num_sequences = tokens_per_expert.shape[0]
+    acc = TRITON_DTYPES[accumulator_dtype(probs.dtype)]
     chunks = num_chunks(num_slots, num_columns)
-    leaves = num_tiles(num_tokens, num_columns) * chunks
-    options = {
-        "CHUNKS": chunks,
-        "BLOCK_T": tile_tokens(num_columns),
-        "PACKED": cu_seqlens is not None,
-        "ACC": TRITON_DTYPES[accumulator_dtype(probs.dtype)],
-        "num_warps": 4,
-        "overlap": True,
-    }
-    block_b, block = next_power_of_2(num_sequences), next_power_of_2(leaves)
-    if block_b * block <= AT_ONCE:
-        return Launch(
-            _sequence_loss_at_once_kernel,
-            1,
-            device,
-            num_sequences,
-            num_tokens,
-            *strides(cu_seqlens, 1),
-            BLOCK_B=block_b,
-            BLOCK=block,
-            **options,
-        )
-    block, steps = _blocks(leaves)
+    block, steps = _blocks(num_tiles(num_tokens, num_columns) * chunks)
     add_slots = Launch(
         _sequence_sums_kernel,
         num_sequences,
-        device,
+        probs.device,
         num_tokens,
         *strides(cu_seqlens, 1),
+        CHUNKS=chunks,
+        BLOCK_T=tile_tokens(num_columns),
         BLOCK=block,
         MAX_BLOCKS=steps,
-        **options,
+        ACC=acc,
+        PACKED=cu_seqlens is not None,
+        num_warps=4,
+        overlap=True,
     )
     block, steps = _blocks(num_sequences)
     add_sequences = Launch(
         _sequence_loss_kernel,
         1,
-        device,
+        probs.device,
         num_sequences,
         BLOCK=block,
         MAX_BLOCKS=steps,
-        ACC=options["ACC"],
+        ACC=acc,
         num_warps=4,
         overlap=True,
     )
-
-    def launch(
-        partials: Tensor,
-        tile_lengths: Tensor,
-        cu_seqlens: Tensor | None,
-        loss: Tensor,
-        scales: Tensor,
-        scale_bits: int,
-    ) -> None:
-        sums = torch.empty_like(scales)
-        lengths = torch.empty_like(scales, dtype=torch.int64)
-        add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
-        add_sequences(sums, lengths, loss, scales, scale_bits)
-
-    return launch
+    return add_slots, add_sequences

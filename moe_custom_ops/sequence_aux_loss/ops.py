@@ -228,11 +228,12 @@ def _sequence_aux_loss_from_tile_sums_cuda(
     partials, tile_lengths = scratch(probs, tokens_per_expert, workspace)
     num_experts = tokens_per_expert.shape[1]
     loss, scales = _empty_results(probs, tokens_per_expert)
-    launch = load_kernels(__package__).loss_from_tile_sums(
+    add_slots, add_sequences = load_kernels(__package__).loss_from_tile_sums(
         probs, tokens_per_expert, cu_seqlens, tile_lengths.shape[0]
     )
-    bits = float64_bits(num_experts * coeff / topk)
-    launch(partials, tile_lengths, cu_seqlens, loss, scales, bits)
+    sums, lengths = torch.empty_like(scales), torch.empty_like(scales, dtype=torch.int64)
+    add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
+    add_sequences(sums, lengths, loss, scales, float64_bits(num_experts * coeff / topk))
     return loss, scales
 
 

@@ -11,7 +11,7 @@ from tests.sequence_aux_loss.test_ops import BAD_CALLS, bad
 pytestmark = pytest.mark.kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-FORWARD = ["_sequence_tile_sums_kernel", "_sequence_loss_at_once_kernel"]
+FORWARD = ["_sequence_tile_sums_kernel", "_sequence_sums_kernel", "_sequence_loss_kernel"]
 
 
 def move(device, *tensors):
