@@ -93,7 +93,7 @@ def empty(
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply`` after :func:`is_plain`, which has looked for functorch as it would."""
-    return super(torch.autograd.Function, function).apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 class Plans(dict[tuple[Any, ...], Plan]):
