@@ -34,49 +34,54 @@ CUDA = True
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def is_plain(first: Any, *others: Any) -> bool:
-    """Whether these are plain CUDA tensors (or None, but for the first), in plain eager mode.
-
-    Each question takes 0.1 us. Those for dispatch keys would be fewer, but take 2 us each.
-    """
-    if (
+def _is_plain_mode() -> bool:
+    """Each question takes 0.1 us. Those for dispatch keys would be fewer, but take 2 us each."""
+    return not (
         # First of all, as Dynamo knows none of the rest.
         is_compiling()
-        or not _is_plain(first)
         or _len_torch_function_stack()
         or _len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or _get_tracing_state() is not None
-    ):
-        return False
-    for tensor in others:  # noqa: SIM110  a generator takes longer
-        if tensor is not None and not _is_plain(tensor):
-            return False
-    return True
+    )
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> bool:
+    """Whether ``x`` is a plain CUDA tensor, in plain eager mode."""
     return (
-        type(x) in _TENSORS
+        _is_plain_mode()
+        and type(x) in _TENSORS
         and x.is_cuda is CUDA
-        and x.layout is torch.strided
-        # A gradient under is_grads_batched has none.
+        # Sparse tensors have none, and neither has a gradient under is_grads_batched.
         and _has_storage(x)
         and not x.is_neg()
         and not x._is_zerotensor()
     )
 
 
-def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What checks and launchers read of ``tensors``."""
+def signature(*tensors: Any) -> list[Any] | None:
+    """What checks and launchers read of ``tensors``, or None where one is not plain.
+
+    Any of them may be None. The loop asks what ``is_plain`` does, without its calls.
+    """
+    if not _is_plain_mode():
+        return None
     parts: list[Any] = []
     for x in tensors:
         if x is None:
             parts.append(None)
-        else:
+        elif (
+            type(x) in _TENSORS
+            and x.is_cuda is CUDA
+            and _has_storage(x)
+            and not x.is_neg()
+            and not x._is_zerotensor()
+        ):
             parts += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return tuple(parts)
+        else:
+            return None
+    return parts
 
 
 def empty(

@@ -230,14 +230,18 @@ def token_groups(
     return num_warps, groups
 
 
-def max_registers(block_t: int, block_c: int, dtype: torch.dtype, num_warps: int) -> int | None:
+def max_registers(
+    block_t: int, block_c: int, dtype: torch.dtype, num_warps: int, groups: int
+) -> int | None:
     """Registers per thread that the loads of a tile need, where several warps share it.
 
     A few more cost a program of eight on a multiprocessor: the compiler took 136 instead of 128.
+    Groups that are added across threads need a few.
     """
     if num_warps == 1:
         return None
-    return max(block_t * block_c * dtype.itemsize // (32 * num_warps) // 4, 64)
+    loads = block_t * block_c * dtype.itemsize // (32 * num_warps) // 4
+    return max(loads, 64) + (16 if groups > 1 else 0)
 
 
 @functools.cache
@@ -310,12 +314,13 @@ def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if tensor is None else tensor.stride()
 
 
-@triton.jit(do_not_specialize_on_alignment=["grad_ptr"])
+@triton.jit(do_not_specialize=["scale_bits"], do_not_specialize_on_alignment=["grad_ptr"])
 def _grad_rows_kernel(
     grad_ptr,
     scales_ptr,
     counts_ptr,
     rows_ptr,
+    scale_bits: tl.int64,
     num_columns,
     stride_nb,
     stride_n,
@@ -328,9 +333,13 @@ def _grad_rows_kernel(
     sequence = pid // BLOCKS
     columns = (pid % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
-    scale = tl.load(scales_ptr + sequence)
+    grad = tl.load(grad_ptr)
+    if scales_ptr is None:
+        scale = float64_from_bits(scale_bits).to(grad.dtype)
+    else:
+        scale = tl.load(scales_ptr + sequence)
     counts = tl.load(counts_ptr + sequence * stride_nb + columns * stride_n, mask=mask, other=0)
-    rows = (tl.load(grad_ptr) * scale) * counts.to(scale.dtype)
+    rows = (grad * scale) * counts.to(grad.dtype)
     # Where no token counts, whatever the counts and the incoming gradient hold.
     rows = tl.where(scale == 0.0, 0.0, rows)
     rows_ptrs = rows_ptr + sequence * num_columns + columns
@@ -338,10 +347,11 @@ def _grad_rows_kernel(
 
 
 def grad_rows(counts: Tensor) -> Launch:
-    """Of (gradient of an auxiliary loss, scale [sequences], counts, rows).
+    """Of (gradient of an auxiliary loss, scales [sequences], counts, rows, bits of a float64).
 
     Writes the row over the columns that the gradient of probs repeats for every token of a
     sequence, in the dtype of ``rows``. ``counts`` are [sequences, columns], or [columns] of one.
+    The float64 is the scale where there are no ``scales``.
     """
     num_columns = counts.shape[-1]
     block = min(next_power_of_2(num_columns), GRAD_BLOCK)

@@ -25,11 +25,12 @@ class Mode(TorchDispatchMode):
 
 def test_plain_calls():
     x = torch.rand(3)
-    assert direct.is_plain(x, None, torch.nn.Parameter(x))
+    assert direct.is_plain(x) and direct.is_plain(torch.nn.Parameter(x))
+    assert direct.signature(x, None, torch.nn.Parameter(x))
     with torch.no_grad():
         assert direct.is_plain(x)
     with torch.inference_mode():
-        assert direct.is_plain(x, torch.rand(3))
+        assert direct.is_plain(x) and direct.is_plain(torch.rand(3))
     with torch.autocast("cpu"):
         assert direct.is_plain(x)
 
@@ -46,7 +47,8 @@ def test_plain_calls():
     ],
 )
 def test_other_arguments_are_for_the_dispatcher(other):
-    assert not direct.is_plain(torch.rand(3), other)
+    assert not direct.is_plain(other)
+    assert direct.signature(torch.rand(3), other) is None
 
 
 def test_other_devices_are_for_the_dispatcher(monkeypatch):
@@ -61,6 +63,7 @@ def test_modes_and_transforms_are_for_the_dispatcher():
 
     def see(y):
         seen.append(direct.is_plain(y))
+        seen.append(direct.signature(x, y) is not None)
         return y * 1
 
     torch.func.vmap(see)(torch.rand(2, 3))
@@ -76,8 +79,8 @@ def test_modes_and_transforms_are_for_the_dispatcher():
         see(x)
     with forward_ad.dual_level():
         see(x)
-    assert seen == [False] * len(seen) and len(seen) >= 9
-    assert direct.is_plain(x)
+    assert seen == [False] * len(seen) and len(seen) >= 18
+    assert direct.is_plain(x) and direct.signature(x)
 
 
 def test_a_batched_gradient_is_for_the_dispatcher():
@@ -110,6 +113,6 @@ def test_plans_are_bounded(monkeypatch):
 def test_a_signature_tells_apart_what_a_launch_depends_on():
     x = torch.zeros(8, 8)
     others = [x.double(), x[:4], x.T[:, :4], x[:, :4], x[:, 1:5], None]
-    signatures = [direct.signature(x), *map(direct.signature, others)]
+    signatures = [tuple(direct.signature(x)), *(tuple(direct.signature(y)) for y in others)]
     assert len(set(signatures)) == len(signatures)
     assert direct.signature(x) == direct.signature(torch.ones(8, 8))

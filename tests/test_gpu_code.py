@@ -114,8 +114,10 @@ def test_aux_loss(dtype, shape, masked, ptx):
     kernels.tile_sums(probs, counts, mask)(probs, counts, as_bytes(mask), partials)
     total = torch.tensor(5) if masked else None
     add_tiles = kernels.loss_from_tile_sums(count, acc, probs.device, masked)
-    add_tiles(partials, total, scale, scale, float64_bits(0.1))
-    kernels.grad_rows(counts)(scale, scale, counts, torch.empty(shape[1], dtype=dtype))
+    add_tiles(partials, total, scale, scale if masked else None, float64_bits(0.1))
+    rows = torch.empty(shape[1], dtype=dtype)
+    given = scale if masked else None
+    kernels.grad_rows(counts)(scale, given, counts, rows, float64_bits(0.1))
     assert set(ptx) == {
         "_aux_loss_tile_sums_kernel",
         "_aux_loss_from_tile_sums_kernel",
@@ -147,7 +149,8 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
     add_slots, add_sequences = kernels.loss_from_tile_sums(probs, counts, ends, 3)
     add_slots(partials, lengths, ends, sums, long)
     add_sequences(sums, long, loss, scales, float64_bits(0.1))
-    kernels.grad_rows(counts)(loss, scales, counts, torch.empty(3, num_experts, dtype=dtype))
+    rows = torch.empty(3, num_experts, dtype=dtype)
+    kernels.grad_rows(counts)(loss, scales, counts, rows, float64_bits(0.1))
     assert len(ptx) == 4
     check_wide_loads(ptx["_sequence_tile_sums_kernel"])
     check_prefetch(ptx["_sequence_tile_sums_kernel"])

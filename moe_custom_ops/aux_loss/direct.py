@@ -41,27 +41,29 @@ class _Plan:
         total: Tensor | int,
         token_mask: Tensor | None,
         workspace: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(loss, C)"""
+    ) -> tuple[Tensor, Tensor | None, float]:
+        """(loss, C as a tensor where the total is one, C as a number where it is not)"""
         dtype, device = self.loss_dtype, self.device
         if workspace is None:
             partials = direct.empty((self.num_partials,), (1,), dtype, device)
         else:
             partials = workspaces.scratch(ops.OP, workspace, self.num_partials, dtype)
         loss = direct.empty((), (), dtype, device)
-        scale = direct.empty((), (), dtype, device)
         self.tile_sums(probs, tokens_per_expert, as_bytes(token_mask), partials)
+        number = self.numerator
         if isinstance(total, int):
-            bits = float64_bits(self.numerator / total / total)
-            self.loss_from_tile_sums(partials, None, loss, scale, bits)
-        else:
-            bits = float64_bits(self.numerator)
-            self.loss_from_tile_sums(partials, total, loss, scale, bits)
-        return loss, scale
+            number = number / total / total
+            self.loss_from_tile_sums(partials, None, loss, None, float64_bits(number))
+            return loss, None, number
+        scale = direct.empty((), (), dtype, device)
+        self.loss_from_tile_sums(partials, total, loss, scale, float64_bits(number))
+        return loss, scale, number
 
-    def backward(self, grad: Tensor, scale: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    def backward(
+        self, grad: Tensor, scale: Tensor | None, number: float, tokens_per_expert: Tensor
+    ) -> Tensor:
         row = direct.empty((self.shape[1],), (1,), self.dtype, self.device)
-        self.grad_rows(grad, scale, tokens_per_expert, row)
+        self.grad_rows(grad, scale, tokens_per_expert, row, float64_bits(number))
         return row
 
 
@@ -72,7 +74,7 @@ class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: Tensor, plan: _Plan, constants: tuple[Any, ...]) -> Tensor:
         tokens_per_expert, _, token_mask, _ = constants
-        loss, scale = plan.forward(probs, *constants)
+        loss, scale, ctx.number = plan.forward(probs, *constants)
         ctx.save_for_backward(tokens_per_expert, token_mask, scale)
         ctx.plan = plan
         return loss
@@ -82,9 +84,11 @@ class _AuxLoss(torch.autograd.Function):
         tokens_per_expert, token_mask, scale = ctx.saved_tensors
         plan: _Plan = ctx.plan
         if torch.is_grad_enabled() or not direct.is_plain(grad):
+            if scale is None:
+                scale = torch.full_like(grad, ctx.number)
             row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
         else:
-            row = plan.backward(grad, scale, tokens_per_expert)
+            row = plan.backward(grad, scale, ctx.number, tokens_per_expert)
         return ops.expand_row(row, plan.shape, token_mask), None, None
 
 
@@ -99,15 +103,19 @@ def aux_loss(
     token_mask: Tensor | None,
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
-    total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
-    if not direct.is_plain(probs, tokens_per_expert, total, workspace, token_mask):
-        return None
     # Numbers of other types are for the checks, and so is a total of no token.
-    if total is None and not (type(total_num_tokens) is int and 0 < total_num_tokens < 2**63):
-        return None
     if not (type(num_experts) is type(topk) is int and type(coeff) in (int, float)):
         return None
+    total: Tensor | None = None
+    if type(total_num_tokens) is not int:
+        total = total_num_tokens  # type: ignore[assignment]
+        if total is None:
+            return None
+    elif not 0 < total_num_tokens < 2**63:
+        return None
     tensors = direct.signature(probs, tokens_per_expert, total, workspace, token_mask)
+    if tensors is None or probs is None or tokens_per_expert is None:
+        return None
     key = (*tensors, num_experts, topk, coeff)
     plan = _PLANS.get(key)
     if plan is None:

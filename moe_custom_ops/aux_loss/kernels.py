@@ -132,7 +132,8 @@ def _aux_loss_from_tile_sums_kernel(
     else:
         scale = scale.to(ACC)
         loss = scale * total_sum
-    tl.store(scale_ptr, scale)
+    if scale_ptr is not None:
+        tl.store(scale_ptr, scale)
     tl.store(loss_ptr + tl.arange(0, 1), loss)
 
 
@@ -176,8 +177,8 @@ def loss_from_tile_sums(
 ) -> Launch:
     """Of (partials, total, loss, scale, bits of a float64).
 
-    Adds ``partials`` by the tree over tiles, and writes the loss and the scale that it carries. The
-    float64 is C, or C * total * total with a total on the device.
+    Adds ``partials`` by the tree over tiles, and writes the loss and, if asked for, the scale that
+    it carries. The float64 is C, or C * total * total with a total on the device.
     """
     blocks = (num_partials + FINAL_BLOCK - 1) // FINAL_BLOCK
     return Launch(

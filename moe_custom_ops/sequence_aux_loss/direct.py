@@ -65,7 +65,7 @@ class _Plan:
         num_sequences, num_experts = self.counts_shape
         shape, stride = (num_sequences, num_experts), (num_experts, 1)
         rows = direct.empty(shape, stride, self.dtype, self.device)
-        self.grad_rows(grad, scales, tokens_per_expert, rows)
+        self.grad_rows(grad, scales, tokens_per_expert, rows, 0)
         return rows
 
 
@@ -102,12 +102,12 @@ def sequence_aux_loss(
     workspace: Tensor | None,
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
-    if not direct.is_plain(probs, tokens_per_expert, cu_seqlens, token_mask, workspace):
-        return None
     # Numbers of other types are for the checks.
     if not (type(topk) is int and type(coeff) in (int, float)):
         return None
     tensors = direct.signature(probs, tokens_per_expert, cu_seqlens, token_mask, workspace)
+    if tensors is None or probs is None or tokens_per_expert is None:
+        return None
     key = (*tensors, topk, coeff)
     plan = _PLANS.get(key)
     if plan is None:

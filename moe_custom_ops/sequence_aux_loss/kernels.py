@@ -290,7 +290,7 @@ def tile_sums(
         HAS_MASK=token_mask is not None,
         RUN_AHEAD=slots * chunks > FEW_PROGRAMS,
         num_warps=num_warps,
-        maxnreg=max_registers(block_t, block_c, probs.dtype, num_warps),
+        maxnreg=max_registers(block_t, block_c, probs.dtype, num_warps, groups),
         overlap=True,
     )
 
