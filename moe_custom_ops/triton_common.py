@@ -281,20 +281,24 @@ class Launch:
 
     def __call__(self, *first: Any) -> None:
         index = self.device.index
-        if self.grid[0] == 0:
-            return
-        if index is None:  # on the CPU, under the interpreter
-            self._launch(first)
-        elif index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):
-                self._launch(first)
-        elif self.compiled is None or _has_launch_hooks():
-            self._launch(first)
-        else:
+        if (
+            self.compiled is not None
+            and index == torch._C._cuda_getDevice()
+            and not _has_launch_hooks()
+        ):
             run, function, metadata, constants = self.compiled
             stream = torch._C._cuda_getCurrentRawStream(index)
+            # As addresses: of a tensor, Triton asks the driver whether its memory is on a GPU.
+            pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in first]
             # No launch metadata, and no hook before or behind it.
-            run(*self.grid, stream, function, metadata, None, None, None, *first, *constants)
+            run(*self.grid, stream, function, metadata, None, None, None, *pointers, *constants)
+        elif self.grid[0] == 0:
+            return
+        elif index is None:  # on the CPU, under the interpreter
+            self._launch(first)
+        else:
+            with torch.cuda.device(index):
+                self._launch(first)
 
     def _launch(self, first: tuple[Any, ...]) -> None:
         kernel = self.kernel[self.grid](*first, *self.arguments, **self.options)
