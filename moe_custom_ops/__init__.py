@@ -2,13 +2,14 @@
 
 from .aux_loss import aux_loss, aux_loss_workspace_size
 from .sequence_aux_loss import sequence_aux_loss, sequence_aux_loss_workspace_size
-from .weighted_restore import weighted_restore, weighted_restore_workspace_size
+from .weighted_restore import restore, weighted_restore, weighted_restore_workspace_size
 from .workspace import make_workspace
 
 __all__ = [
     "aux_loss",
     "aux_loss_workspace_size",
     "make_workspace",
+    "restore",
     "sequence_aux_loss",
     "sequence_aux_loss_workspace_size",
     "weighted_restore",

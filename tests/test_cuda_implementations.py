@@ -114,26 +114,32 @@ def test_weighted_restore(num_tokens, num_rows, with_addend, kernel_device):
     size = restore.weighted_restore_workspace_size(num_tokens, 3)
 
     def run(invert, gather, backward, device):
-        inputs = to(device, (rows, scores, indices))
+        own_rows, own_scores, own_indices, own_addend, own_grad = to(
+            device, (rows, scores, indices, addend, grad)
+        )
         workspace = garbage(size).to(device)
-        invert(inputs[2], scores.numel(), workspace)
-        out, slots = gather(*inputs, *to(device, [addend]), workspace)
-        grads = backward(*to(device, [grad]), *inputs, slots, True, True)
-        only_scores = backward(*to(device, [grad]), *inputs, slots, False, True)
-        assert only_scores[0].shape == (0,)
+        invert(own_indices, scores.numel(), workspace)
+        shape = list(scores.shape)
+        results = []
+        for given in (workspace, None):
+            out, slots = gather(own_rows, own_scores, own_indices, own_addend, given, shape)
+            plain, _ = gather(own_rows, None, own_indices, own_addend, given, shape)
+            results += [out, slots, plain]
+        grads = backward(own_grad, own_rows, own_scores, own_indices, slots, True)
+        only_scores = backward(own_grad, own_rows, own_scores, own_indices, slots, False)
+        only_rows = backward(own_grad, None, own_scores, own_indices, slots, True)
+        plain_rows = backward(own_grad, None, None, own_indices, slots, True)
+        assert only_scores[0].shape == only_rows[1].shape == plain_rows[1].shape == (0,)
         assert_same_bits(only_scores[1], grads[1])
-        return out, slots, *grads
+        assert_same_bits(only_rows[0], grads[0])
+        return *results, *grads, plain_rows[0]
 
     cuda = (
         restore._invert_permutation_cuda,
-        restore._weighted_restore_gather_cuda,
-        restore._weighted_restore_backward_cuda,
+        restore._restore_gather_cuda,
+        restore._restore_backward_cuda,
     )
-    cpu = (
-        restore.invert_permutation,
-        restore.weighted_restore_gather,
-        restore.weighted_restore_backward,
-    )
+    cpu = (restore.invert_permutation, restore.restore_gather, restore.restore_backward)
     check(run(*cuda, kernel_device), run(*cpu, "cpu"))
 
 
@@ -141,11 +147,16 @@ def test_a_direct_call_with_wrong_lengths_is_refused(kernel_device):
     scores, indices = make_assignments(6, 3, 8)
     rows, grad = torch.randn(18, 20), torch.randn(6, 20)
     slots = torch.zeros(6, 3, dtype=torch.int32)
+    arguments = to(kernel_device, (grad, rows, scores, indices, slots))
+    grad, rows, scores, indices, slots = arguments
+    backward = restore._restore_backward_cuda
     with pytest.raises(ValueError, match="token_indices_sorted must be of shape"):
-        restore._weighted_restore_backward_cuda(
-            *to(kernel_device, (grad, rows, scores, indices[:9], slots)), True, True
-        )
+        backward(grad, rows, scores, indices[:9], slots, True)
+    with pytest.raises(ValueError, match="top_scores must be of shape"):
+        backward(grad, rows, scores, indices, slots[:2], True)
     with pytest.raises(ValueError, match="slots must be of shape"):
-        restore._weighted_restore_backward_cuda(
-            *to(kernel_device, (grad, rows, scores, indices, slots[:2])), True, True
-        )
+        backward(grad[:2], rows, scores, indices, slots, True)
+    with pytest.raises(ValueError, match="token_indices_sorted must be of shape"):
+        restore._restore_gather_cuda(rows, scores, indices[:9], None, None, [6, 3])
+    with pytest.raises(ValueError, match="top_scores must be of shape"):
+        restore._restore_gather_cuda(rows, scores, indices, None, None, [5, 3])

@@ -158,16 +158,25 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("topk", "hidden"), [(1, 7), (3, 256), (8, 2048), (20, 300)])
-def test_weighted_restore(dtype, topk, hidden, ptx):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
     from moe_custom_ops.weighted_restore import kernels
 
     scores, indices = make_assignments(5, topk, 32)
     rows, tokens = torch.empty(5 * topk, hidden, dtype=dtype), torch.empty(5, hidden, dtype=dtype)
     slots = torch.empty(5, topk, dtype=torch.int32)
-    kernels.invert(indices, slots.flatten())
-    kernels.weighted_restore(rows, scores, slots.flatten(), tokens, tokens, slots)
-    kernels.weighted_restore_backward(tokens, rows, scores, indices, slots, rows, scores)
-    assert len(ptx) == 4
+    for at_once in (kernels.INVERT_AT_ONCE, 0):
+        monkeypatch.setattr(kernels, "INVERT_AT_ONCE", at_once)
+        for launch in kernels.invert(indices, 5 * topk):
+            launch(indices, slots)
+    given = scores if weighted else None
+    launch = kernels.restore(rows, given, tokens, 5, topk)
+    launch(rows, given, slots, tokens, tokens, slots)
+    read, grad_scores = (rows, scores) if weighted else (None, None)
+    launch = kernels.restore_backward(tokens, read, given, indices, topk, True)
+    launch(tokens, read, given, indices, slots, rows, grad_scores)
+    assert len(ptx) == 5
     if hidden == 2048:
-        for name in ("_weighted_restore_kernel", "_weighted_restore_backward_kernel"):
-            check_wide_loads(ptx[name])
+        check_wide_loads(ptx["_weighted_restore_kernel"])
+        if weighted:
+            check_wide_loads(ptx["_weighted_restore_backward_kernel"])

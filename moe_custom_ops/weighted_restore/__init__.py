@@ -1,6 +1,6 @@
-"""The fused weighted restore: expert-major rows straight to token order."""
+"""The fused restore, weighted or not: expert-major rows straight to token order."""
 
-from .api import weighted_restore
+from .api import restore, weighted_restore
 from .ops import weighted_restore_workspace_size
 
-__all__ = ["weighted_restore", "weighted_restore_workspace_size"]
+__all__ = ["restore", "weighted_restore", "weighted_restore_workspace_size"]

@@ -1,4 +1,4 @@
-"""The documented function of weighted_restore."""
+"""The documented functions of weighted_restore and restore."""
 
 import torch
 from torch import Tensor
@@ -69,3 +69,60 @@ def weighted_restore(
     if workspace is not None:
         checks.is_tensor("weighted_restore", "workspace", workspace)
     return torch.ops.moe.weighted_restore(rows, top_scores, token_indices_sorted, addend, workspace)
+
+
+def restore(
+    rows: Tensor,
+    token_indices_sorted: Tensor,
+    num_tokens: int,
+    topk: int,
+    addend: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    r"""Sum of each token's expert rows, from expert-major order to token order.
+
+    .. math::
+        \text{out}_t = \text{addend}_t + \sum_{k=0}^{K-1} \text{rows}_{\text{slot}(t,k)}
+
+    :func:`weighted_restore` with weights of one, which are neither read nor stored: the combine
+    step of layers that apply the scores before or inside the experts, as Megatron-Core does, and
+    the backward of a permutation. Sums are float32 (float64 for float64 rows), k ascending, and one
+    cast ends them; there are no atomics.
+
+    Args:
+        rows: expert outputs [N, H], expert-major; bfloat16, float16, float32 or float64, any
+            strides. N may be larger than num_tokens * topk (padding) or smaller (dropped
+            assignments).
+        token_indices_sorted: int32 or int64 [N], as in :func:`weighted_restore`.
+        num_tokens: number T of tokens, at least 0.
+        topk: experts per token K, at least 1.
+        addend: optional start of the sum [T, H] in the dtype of ``rows``.
+        workspace: scratch of at least :func:`weighted_restore_workspace_size` bytes, made by
+            :func:`make_workspace`; None allocates it.
+
+    Returns:
+        [T, H] in the dtype of ``rows``, contiguous. Gradients go to ``rows`` (zero at padding) and
+        ``addend``; only those asked for are computed, and ``rows`` are not kept for them.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, value or device, or the workspace is too small,
+            misaligned or not contiguous.
+        NotImplementedError: forward-mode AD, or a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> rows = torch.randn(6, 16)                            # 3 tokens, 2 experts each
+        >>> expert_ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
+        >>> token_indices_sorted = expert_ids.flatten().argsort(stable=True)
+        >>> restore(rows, token_indices_sorted, num_tokens=3, topk=2).shape
+        torch.Size([3, 16])
+    """
+    checks.is_tensor("restore", "rows", rows)
+    checks.is_tensor("restore", "token_indices_sorted", token_indices_sorted)
+    checks.is_integer("restore", "num_tokens", num_tokens)
+    checks.is_integer("restore", "topk", topk)
+    if addend is not None:
+        checks.is_tensor("restore", "addend", addend)
+    if workspace is not None:
+        checks.is_tensor("restore", "workspace", workspace)
+    return torch.ops.moe.restore(rows, token_indices_sorted, num_tokens, topk, addend, workspace)

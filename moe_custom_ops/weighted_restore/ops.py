@@ -1,12 +1,14 @@
-"""Registration of ``torch.ops.moe.weighted_restore``: schema, fake, autograd, dispatch.
+"""Registration of ``torch.ops.moe.weighted_restore`` and ``restore``: schema, fake, autograd.
 
-The public name is a composite over two ops. ``invert_permutation`` writes the workspace and returns
-nothing; ``weighted_restore_gather`` reads it and returns the result. Only the second has a
-gradient, and it saves inputs and the slots that it returns, never the workspace: two calls in one
-graph may share that. The backward is an op of its own, with a backward in plain PyTorch.
+Each public name is a composite. ``restore_gather`` returns the result and the slots, which are the
+inverse permutation; it saves those and inputs for its gradient. Without a workspace it inverts the
+permutation into the slots itself. With one, ``invert_permutation`` writes the inverse there first,
+and the gather reads it; the workspace is never saved, so two calls in one graph may share it. The
+backward is an op of its own, with a backward in plain PyTorch.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,48 +44,70 @@ def weighted_restore_workspace_size(num_tokens: int, topk: int) -> int:
     return workspaces.align(num_tokens * topk * torch.int32.itemsize)
 
 
-def _check(
-    rows: Tensor, top_scores: Tensor, token_indices_sorted: Tensor, addend: Tensor | None
+def check(
+    op: str,
+    rows: Tensor,
+    top_scores: Tensor | None,
+    token_indices_sorted: Tensor,
+    lead: Sequence[int],
+    topk: int,
+    addend: Tensor | None,
+    workspace: Tensor | None,
 ) -> None:
-    checks.supported_device(OP, "rows", rows)
-    checks.dtype(OP, "rows", rows, checks.FLOAT_DTYPES)
-    checks.rank(OP, "rows", rows, "[N, H]")
-    checks.dtype(OP, "top_scores", top_scores, checks.FLOAT_DTYPES)
+    """Raise unless the arguments are what ``op`` takes; the result has the shape [*lead, H]."""
+    checks.supported_device(op, "rows", rows)
+    checks.dtype(op, "rows", rows, checks.FLOAT_DTYPES)
+    checks.rank(op, "rows", rows, "[N, H]")
+    if top_scores is not None:
+        checks.dtype(op, "top_scores", top_scores, checks.FLOAT_DTYPES)
+        checks.same_device(op, "top_scores", top_scores, rows, "rows")
+    checks.dtype(op, "token_indices_sorted", token_indices_sorted, checks.INDEX_DTYPES)
+    checks.same_device(op, "token_indices_sorted", token_indices_sorted, rows, "rows")
     checks.shape(
-        OP,
-        "top_scores",
-        top_scores,
-        "[*, K] with K >= 1",
-        top_scores.dim() >= 1 and top_scores.shape[-1] >= 1,
-    )
-    checks.same_device(OP, "top_scores", top_scores, rows, "rows")
-    checks.dtype(OP, "token_indices_sorted", token_indices_sorted, checks.INDEX_DTYPES)
-    checks.same_device(OP, "token_indices_sorted", token_indices_sorted, rows, "rows")
-    _check_lengths(rows, top_scores, token_indices_sorted)
-    if addend is not None:
-        expected = [*top_scores.shape[:-1], rows.shape[1]]
-        checks.dtype(OP, "addend", addend, (rows.dtype,))
-        checks.shape(
-            OP,
-            "addend",
-            addend,
-            f"[*, H] = {expected}",
-            addend.dim() == len(expected) and list(addend.shape) == expected,
-        )
-        checks.same_device(OP, "addend", addend, rows, "rows")
-    checks.no_forward_tangent(OP, rows, top_scores, addend)
-
-
-def _check_lengths(rows: Tensor, top_scores: Tensor, token_indices_sorted: Tensor) -> None:
-    checks.shape(
-        OP,
+        op,
         "token_indices_sorted",
         token_indices_sorted,
         f"[N] = [{rows.shape[0]}], one entry per row",
         token_indices_sorted.dim() == 1 and token_indices_sorted.shape[0] == rows.shape[0],
     )
-    for name, size in (("rows", rows.shape[0]), ("top_scores", top_scores.numel())):
-        checks.value(size < 2**31, OP, name, "of fewer than 2^31 rows or assignments", size)
+    num_assignments = math.prod(lead) * topk
+    assignments = "top_scores" if top_scores is not None else "num_tokens * topk"
+    for name, size in (("rows", rows.shape[0]), (assignments, num_assignments)):
+        checks.value(size < 2**31, op, name, "of fewer than 2^31 rows or assignments", size)
+    if addend is not None:
+        expected = [*lead, rows.shape[1]]
+        checks.dtype(op, "addend", addend, (rows.dtype,))
+        checks.shape(
+            op,
+            "addend",
+            addend,
+            f"[*, H] = {expected}",
+            addend.dim() == len(expected) and list(addend.shape) == expected,
+        )
+        checks.same_device(op, "addend", addend, rows, "rows")
+    checks.no_forward_tangent(op, rows, top_scores, addend)
+    if workspace is not None:
+        size = workspaces.align(num_assignments * torch.int32.itemsize)
+        workspaces.resolve(op, workspace, size, rows)
+
+
+def _check_inner(
+    num_rows: int,
+    top_scores: Tensor | None,
+    token_indices_sorted: Tensor,
+    shape: Sequence[int],
+) -> None:
+    """What the CUDA implementations rely on; anyone can call the inner ops."""
+    checks.shape(
+        OP,
+        "token_indices_sorted",
+        token_indices_sorted,
+        f"[N] = [{num_rows}], one entry per row",
+        token_indices_sorted.dim() == 1 and token_indices_sorted.shape[0] == num_rows,
+    )
+    if top_scores is not None:
+        same = list(top_scores.shape) == list(shape)
+        checks.shape(OP, "top_scores", top_scores, f"{list(shape)}, that of the slots", same)
 
 
 def _inverse(workspace: Tensor, num_assignments: int) -> Tensor:
@@ -93,10 +117,6 @@ def _inverse(workspace: Tensor, num_assignments: int) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """[*, X] as [T, X]: a view where the leading strides allow it."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-
-
-def _result_shape(rows: Tensor, top_scores: Tensor) -> list[int]:
-    return [*top_scores.shape[:-1], rows.shape[1]]
 
 
 @torch.library.custom_op("moe::invert_permutation", mutates_args={"workspace"}, device_types="cpu")
@@ -112,8 +132,12 @@ def invert_permutation(
 def _invert_permutation_cuda(
     token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor
 ) -> None:
-    inverse = _inverse(workspace, num_assignments)
-    load_kernels(__package__).invert(token_indices_sorted, inverse)
+    _invert(token_indices_sorted, _inverse(workspace, num_assignments))
+
+
+def _invert(token_indices_sorted: Tensor, inverse: Tensor) -> None:
+    for launch in load_kernels(__package__).invert(token_indices_sorted, inverse.numel()):
+        launch(token_indices_sorted, inverse)
 
 
 @invert_permutation.register_fake
@@ -121,164 +145,196 @@ def _(token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor) -> 
     return None
 
 
-@torch.library.custom_op("moe::weighted_restore_gather", mutates_args=(), device_types="cpu")
-def weighted_restore_gather(
+@torch.library.custom_op("moe::restore_gather", mutates_args=(), device_types="cpu")
+def restore_gather(
     rows: Tensor,
-    top_scores: Tensor,
+    top_scores: Tensor | None,
     token_indices_sorted: Tensor,
     addend: Tensor | None,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """(the weighted sum of each token's rows, slots) by the inverse permutation in ``workspace``.
+    """(the weighted sum of each token's rows [*, H], slots int32 of ``shape`` = [*, K]).
 
-    The slots, int32 in the shape of ``top_scores``, are what the backward needs of the workspace:
-    the row of each assignment, or -1. Returning them has a second use. Inductor moves an op that
-    returns one tensor to its first use, which may lie behind the next call's write to the same
-    workspace, and then clones the workspace; the items of a tuple are taken where they were traced.
+    The slots, the row of each assignment or -1, are saved for the backward. To invert again there
+    took 3.4 us at 65536 assignments on an H200, as much as the backward of a small call, and would
+    need scratch as large. They have a second use: Inductor moves an op that returns one tensor to
+    its first use, which may lie behind the next call's write to the same workspace, and then clones
+    the workspace; the items of a tuple are taken where they were traced.
     """
-    inverse = _inverse(workspace, top_scores.numel()).view(top_scores.shape)
-    out, slots = _empty_results(rows, top_scores)
-    # The scratch is the caller's: an entry outside the rows means that no row holds it.
-    slots.copy_(torch.where((inverse < 0) | (inverse >= rows.shape[0]), -1, inverse))
+    out, slots = _empty_results(rows, shape)
+    if workspace is None:
+        inverse = reference.invert(token_indices_sorted, slots.numel())
+    else:
+        # The scratch is the caller's: an entry outside the rows means that no row holds it.
+        inverse = _inverse(workspace, slots.numel())
+        inverse = torch.where((inverse < 0) | (inverse >= rows.shape[0]), -1, inverse)
+    slots.copy_(inverse.view(slots.shape))
+    scores = None if top_scores is None else _flat(top_scores)
     flat_addend = None if addend is None else _flat(addend)
-    result = reference.weighted_restore(rows, _flat(top_scores), _flat(slots).long(), flat_addend)
+    result = reference.weighted_restore(rows, scores, _flat(slots).long(), flat_addend)
     # Into a fresh tensor: a view returned here could not be changed in place by the caller.
     _flat(out).copy_(result)
     return out, slots
 
 
-@weighted_restore_gather.register_kernel("cuda")
-def _weighted_restore_gather_cuda(
+@restore_gather.register_kernel("cuda")
+def _restore_gather_cuda(
     rows: Tensor,
-    top_scores: Tensor,
+    top_scores: Tensor | None,
     token_indices_sorted: Tensor,
     addend: Tensor | None,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    inverse = _inverse(workspace, top_scores.numel())
-    out, slots = _empty_results(rows, top_scores)
+    _check_inner(rows.shape[0], top_scores, token_indices_sorted, shape)
+    out, slots = _empty_results(rows, shape)
+    scores = None if top_scores is None else _flat(top_scores)
     flat_addend = None if addend is None else _flat(addend)
-    load_kernels(__package__).weighted_restore(
-        rows, _flat(top_scores), inverse, flat_addend, _flat(out), slots
-    )
+    num_tokens, topk = _flat(slots).shape
+    if workspace is None:
+        inverse, copy = slots, None
+        _invert(token_indices_sorted, slots)
+    else:
+        inverse, copy = _inverse(workspace, slots.numel()), slots
+    launch = load_kernels(__package__).restore(rows, scores, flat_addend, num_tokens, topk)
+    launch(rows, scores, inverse, flat_addend, out, copy)
     return out, slots
 
 
-@weighted_restore_gather.register_fake
+@restore_gather.register_fake
 def _(
     rows: Tensor,
-    top_scores: Tensor,
+    top_scores: Tensor | None,
     token_indices_sorted: Tensor,
     addend: Tensor | None,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    return _empty_results(rows, top_scores)
+    return _empty_results(rows, shape)
 
 
-def _empty_results(rows: Tensor, top_scores: Tensor) -> tuple[Tensor, Tensor]:
-    out = rows.new_empty(_result_shape(rows, top_scores))
-    return out, rows.new_empty(top_scores.shape, dtype=torch.int32)
+def _empty_results(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    out = rows.new_empty([*shape[:-1], rows.shape[1]])
+    return out, rows.new_empty(shape, dtype=torch.int32)
 
 
-@torch.library.custom_op("moe::weighted_restore_backward", mutates_args=(), device_types="cpu")
-def weighted_restore_backward(
+@torch.library.custom_op("moe::restore_backward", mutates_args=(), device_types="cpu")
+def restore_backward(
     grad: Tensor,
-    rows: Tensor,
-    top_scores: Tensor,
+    rows: Tensor | None,
+    top_scores: Tensor | None,
     token_indices_sorted: Tensor,
     slots: Tensor,
     need_rows: bool,
-    need_scores: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of rows, gradient of top_scores), the one that is not needed of size 0."""
-    grad_rows, grad_scores = _empty_grads(rows, top_scores, need_rows, need_scores)
-    flat_slots = _flat(slots).long()
+    """(gradient of rows, gradient of top_scores), the one that is not needed of size 0.
+
+    ``rows`` are given where the scores' gradient is needed, which alone reads them.
+    """
+    grad_rows, grad_scores = _empty_grads(
+        grad, rows, top_scores, token_indices_sorted, slots, need_rows
+    )
+    flat_slots, flat_grad = _flat(slots).long(), _flat(grad)
     if need_rows:
         assignments = reference.row_assignments(flat_slots, token_indices_sorted)
-        grad_rows.copy_(reference.grad_rows(_flat(grad), top_scores, flat_slots, assignments))
-    if need_scores:
-        sums = reference.grad_scores(_flat(grad), rows, flat_slots, top_scores.dtype)
+        grad_rows.copy_(reference.grad_rows(flat_grad, top_scores, flat_slots, assignments))
+    if rows is not None:
+        sums = reference.grad_scores(flat_grad, rows, flat_slots, grad_scores.dtype)
         _flat(grad_scores).copy_(sums)
     return grad_rows, grad_scores
 
 
-@weighted_restore_backward.register_kernel("cuda")
-def _weighted_restore_backward_cuda(
+@restore_backward.register_kernel("cuda")
+def _restore_backward_cuda(
     grad: Tensor,
-    rows: Tensor,
-    top_scores: Tensor,
+    rows: Tensor | None,
+    top_scores: Tensor | None,
     token_indices_sorted: Tensor,
     slots: Tensor,
     need_rows: bool,
-    need_scores: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check_lengths(rows, top_scores, token_indices_sorted)
-    checks.shape(OP, "slots", slots, "that of top_scores", slots.shape == top_scores.shape)
-    grad_rows, grad_scores = _empty_grads(rows, top_scores, need_rows, need_scores)
-    load_kernels(__package__).weighted_restore_backward(
-        _flat(grad),
+    num_rows = token_indices_sorted.shape[0] if rows is None else rows.shape[0]
+    _check_inner(num_rows, top_scores, token_indices_sorted, slots.shape)
+    same = list(slots.shape[:-1]) == list(grad.shape[:-1])
+    checks.shape(OP, "slots", slots, f"[*, K] for a gradient of shape {list(grad.shape)}", same)
+    grad_rows, grad_scores = _empty_grads(
+        grad, rows, top_scores, token_indices_sorted, slots, need_rows
+    )
+    flat_grad = _flat(grad)
+    scores = None if top_scores is None else _flat(top_scores)
+    launch = load_kernels(__package__).restore_backward(
+        flat_grad, rows, scores, token_indices_sorted, slots.shape[-1], need_rows
+    )
+    launch(
+        flat_grad,
         rows,
-        _flat(top_scores),
+        scores,
         token_indices_sorted,
         slots,
         grad_rows if need_rows else None,
-        grad_scores if need_scores else None,
+        None if rows is None else grad_scores,
     )
     return grad_rows, grad_scores
 
 
-@weighted_restore_backward.register_fake
+@restore_backward.register_fake
 def _(
     grad: Tensor,
-    rows: Tensor,
-    top_scores: Tensor,
+    rows: Tensor | None,
+    top_scores: Tensor | None,
     token_indices_sorted: Tensor,
     slots: Tensor,
     need_rows: bool,
-    need_scores: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_grads(rows, top_scores, need_rows, need_scores)
+    return _empty_grads(grad, rows, top_scores, token_indices_sorted, slots, need_rows)
 
 
 def _empty_grads(
-    rows: Tensor, top_scores: Tensor, need_rows: bool, need_scores: bool
+    grad: Tensor,
+    rows: Tensor | None,
+    top_scores: Tensor | None,
+    token_indices_sorted: Tensor,
+    slots: Tensor,
+    need_rows: bool,
 ) -> tuple[Tensor, Tensor]:
-    return (
-        rows.new_empty(rows.shape if need_rows else (0,)),
-        top_scores.new_empty(top_scores.shape if need_scores else (0,)),
-    )
+    shape = (token_indices_sorted.shape[0], grad.shape[-1]) if need_rows else (0,)
+    dtype = grad.dtype if top_scores is None else top_scores.dtype
+    need_scores = rows is not None
+    return grad.new_empty(shape), grad.new_empty(slots.shape if need_scores else (0,), dtype=dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, top_scores, token_indices_sorted, _, _ = inputs
+    rows, top_scores, token_indices_sorted = inputs[:3]
     _, slots = output
-    ctx.save_for_backward(rows, top_scores, token_indices_sorted, slots)
+    # Only the gradient of the scores reads the rows: a frozen router does not keep them alive.
+    kept = rows if ctx.needs_input_grad[1] else None
+    ctx.save_for_backward(kept, top_scores, token_indices_sorted, slots)
     ctx.mark_non_differentiable(slots)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    need_rows, need_scores, _, need_addend, _ = ctx.needs_input_grad
+    need_rows, need_scores, _, need_addend, _, _ = ctx.needs_input_grad
     grad_rows = grad_scores = None
     if grad is not None and (need_rows or need_scores):
-        grad_rows, grad_scores = torch.ops.moe.weighted_restore_backward(
-            grad, *ctx.saved_tensors, need_rows, need_scores
-        )
+        grad_rows, grad_scores = torch.ops.moe.restore_backward(grad, *ctx.saved_tensors, need_rows)
     return (
         grad_rows if need_rows else None,
         grad_scores if need_scores else None,
         None,
         grad if need_addend else None,
         None,
+        None,
     )
 
 
-weighted_restore_gather.register_autograd(_backward, setup_context=_setup_context)
+restore_gather.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _setup_double_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:5])
-    ctx.has_rows, ctx.has_scores = inputs[5:]
+    ctx.has_rows = inputs[5]
     ctx.set_materialize_grads(False)
 
 
@@ -293,19 +349,20 @@ def _double_backward(
     """
     grad, rows, top_scores, token_indices_sorted, slots = ctx.saved_tensors
     need_grad, need_rows, need_scores = ctx.needs_input_grad[:3]
-    dtype = accumulator_dtype(rows.dtype)
-    flat_grad, scores = _flat(grad).to(dtype), _flat(top_scores).to(dtype)
+    dtype = accumulator_dtype(grad.dtype)
+    flat_grad, shape = _flat(grad).to(dtype), slots.shape
     slots = _flat(slots).long()
     held = (slots >= 0)[..., None]
     terms, d_rows, d_scores = [], None, None
     if grad_grad_rows is not None and ctx.has_rows:
         u = reference.with_zero_row(grad_grad_rows)[slots].to(dtype)  # [T, K, H]
         if need_grad:
-            terms.append(torch.where(held, scores[..., None] * u, 0.0))
+            weighted = u if top_scores is None else _flat(top_scores).to(dtype)[..., None] * u
+            terms.append(torch.where(held, weighted, 0.0))
         if need_scores:
             products = torch.where(held, flat_grad[:, None, :] * u, 0.0)
-            d_scores = cast(products.sum(-1), top_scores.dtype).view(top_scores.shape)
-    if grad_grad_scores is not None and ctx.has_scores:
+            d_scores = cast(products.sum(-1), top_scores.dtype).view(shape)
+    if grad_grad_scores is not None and rows is not None:
         v = _flat(grad_grad_scores).to(dtype)
         if need_grad:
             gathered = reference.with_zero_row(rows)[slots].to(dtype)
@@ -314,10 +371,26 @@ def _double_backward(
             assignments = reference.row_assignments(slots, token_indices_sorted)
             d_rows = reference.grad_rows(cast(flat_grad, rows.dtype), v, slots, assignments)
     d_grad = cast(torch.stack(terms).sum((0, 2)), grad.dtype).view(grad.shape) if terms else None
-    return d_grad, d_rows, d_scores, None, None, None, None
+    return d_grad, d_rows, d_scores, None, None, None
 
 
-weighted_restore_backward.register_autograd(_double_backward, setup_context=_setup_double_context)
+restore_backward.register_autograd(_double_backward, setup_context=_setup_double_context)
+
+
+def _gather(
+    rows: Tensor,
+    top_scores: Tensor | None,
+    token_indices_sorted: Tensor,
+    addend: Tensor | None,
+    workspace: Tensor | None,
+    shape: Sequence[int],
+) -> Tensor:
+    if workspace is not None:
+        torch.ops.moe.invert_permutation(token_indices_sorted, math.prod(shape), workspace)
+    out, _ = torch.ops.moe.restore_gather(
+        rows, top_scores, token_indices_sorted, addend, workspace, shape
+    )
+    return out
 
 
 def _weighted_restore(
@@ -327,15 +400,35 @@ def _weighted_restore(
     addend: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
-    _check(rows, top_scores, token_indices_sorted, addend)
-    num_assignments = top_scores.numel()
-    size = workspaces.align(num_assignments * torch.int32.itemsize)
-    workspace = workspaces.resolve(OP, workspace, size, rows)
-    torch.ops.moe.invert_permutation(token_indices_sorted, num_assignments, workspace)
-    out, _ = torch.ops.moe.weighted_restore_gather(
-        rows, top_scores, token_indices_sorted, addend, workspace
+    check_scores(top_scores)
+    shape = list(top_scores.shape)
+    check(OP, rows, top_scores, token_indices_sorted, shape[:-1], shape[-1], addend, workspace)
+    return _gather(rows, top_scores, token_indices_sorted, addend, workspace, shape)
+
+
+def check_scores(top_scores: Tensor) -> None:
+    """Before the shape of the scores is read."""
+    checks.shape(
+        OP,
+        "top_scores",
+        top_scores,
+        "[*, K] with K >= 1",
+        top_scores.dim() >= 1 and top_scores.shape[-1] >= 1,
     )
-    return out
+
+
+def _restore(
+    rows: Tensor,
+    token_indices_sorted: Tensor,
+    num_tokens: int,
+    topk: int,
+    addend: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    checks.integer("restore", "num_tokens", num_tokens, 0)
+    checks.integer("restore", "topk", topk, 1)
+    check("restore", rows, None, token_indices_sorted, [num_tokens], topk, addend, workspace)
+    return _gather(rows, None, token_indices_sorted, addend, workspace, [num_tokens, topk])
 
 
 torch.library.define(
@@ -344,3 +437,9 @@ torch.library.define(
     "Tensor(a!)? workspace=None) -> Tensor",
 )
 torch.library.impl("moe::weighted_restore", "CompositeImplicitAutograd", _weighted_restore)
+torch.library.define(
+    "moe::restore",
+    "(Tensor rows, Tensor token_indices_sorted, SymInt num_tokens, int topk, Tensor? addend=None, "
+    "Tensor(a!)? workspace=None) -> Tensor",
+)
+torch.library.impl("moe::restore", "CompositeImplicitAutograd", _restore)

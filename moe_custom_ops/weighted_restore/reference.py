@@ -1,7 +1,8 @@
-"""weighted_restore in plain PyTorch, with the order of operations that the kernels have.
+"""weighted_restore and restore in plain PyTorch, in the order of operations of the kernels.
 
-Shapes: ``rows`` [N, H], ``top_scores`` [T, K], ``grad`` and ``addend`` [T, H], and the ``slots``
-[T, K] of the inverse permutation: the row that holds an assignment, or -1.
+Without scores a product is the row itself. Shapes: ``rows`` [N, H], ``top_scores`` [T, K], ``grad``
+and ``addend`` [T, H], and the ``slots`` [T, K] of the inverse permutation: the row that holds an
+assignment, or -1.
 """
 
 import torch
@@ -32,30 +33,35 @@ def with_zero_row(x: Tensor) -> Tensor:
 
 
 def weighted_restore(
-    rows: Tensor, top_scores: Tensor, slots: Tensor, addend: Tensor | None = None
+    rows: Tensor, top_scores: Tensor | None, slots: Tensor, addend: Tensor | None = None
 ) -> Tensor:
     """cast(addend[t] + sum_k top_scores[t, k] * rows[slots[t, k]]), k ascending: [T, H]."""
     dtype = accumulator_dtype(rows.dtype)
     num_tokens, topk = slots.shape
-    scores = top_scores.to(dtype)
     padded = with_zero_row(rows)
     if addend is None:
         out = rows.new_zeros(num_tokens, rows.shape[1], dtype=dtype)
     else:
         out = addend.to(dtype)
     for k in range(topk):
-        products = scores[:, k, None] * padded[slots[:, k]].to(dtype)
+        products = padded[slots[:, k]].to(dtype)
+        if top_scores is not None:
+            products = top_scores[:, k, None].to(dtype) * products
         # An assignment that no row holds adds zero whatever its score is, NaN included.
         out = out + torch.where(slots[:, k, None] < 0, 0.0, products)
     return cast(out, rows.dtype)
 
 
-def grad_rows(grad: Tensor, top_scores: Tensor, slots: Tensor, assignments: Tensor) -> Tensor:
+def grad_rows(
+    grad: Tensor, top_scores: Tensor | None, slots: Tensor, assignments: Tensor
+) -> Tensor:
     """top_scores[t, k] * grad[t] at the row of (t, k), zero at padding rows: [N, H]."""
     dtype = accumulator_dtype(grad.dtype)
     tokens = torch.where(assignments < 0, -1, assignments // slots.shape[1])
-    scores = torch.nn.functional.pad(top_scores.reshape(-1).to(dtype), (0, 1))[assignments]
-    products = scores[:, None] * with_zero_row(grad)[tokens].to(dtype)
+    products = with_zero_row(grad)[tokens].to(dtype)
+    if top_scores is not None:
+        scores = torch.nn.functional.pad(top_scores.reshape(-1).to(dtype), (0, 1))[assignments]
+        products = scores[:, None] * products
     return cast(products, grad.dtype)
 
 

@@ -18,54 +18,62 @@ def empty(*shape, dtype, device):
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def run(rows, scores, indices, addend, grad, device, num_warps=4, max_block_h=1024, max_block_k=8):
-    """(out, inverse, grad_rows, grad_scores) from the kernels."""
+def run(
+    rows,
+    scores,
+    indices,
+    addend,
+    grad,
+    device,
+    topk=None,
+    num_warps=4,
+    max_block_h=1024,
+    max_block_k=8,
+):
+    """(out, inverse, grad_rows, grad_scores) from the kernels; ``topk`` where no scores give it."""
     from moe_custom_ops.weighted_restore import kernels
 
     move = lambda x: None if x is None else x.to(device)  # noqa: E731
     rows, scores, indices, addend, grad = map(move, (rows, scores, indices, addend, grad))
-    num_tokens, topk = scores.shape
+    num_tokens, topk = grad.shape[0], topk or scores.shape[1]
     inverse = torch.full((num_tokens * topk,), 12345, dtype=torch.int32, device=device)
-    kernels.invert(indices, inverse)
+    for launch in kernels.invert(indices, num_tokens * topk):
+        launch(indices, inverse)
     out = empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=device)
     slots = torch.full((num_tokens, topk), 12345, dtype=torch.int32, device=device)
-    kernels.weighted_restore(
-        rows, scores, inverse, addend, out, slots, num_warps=num_warps, max_block_h=max_block_h
-    )
+    options = {"num_warps": num_warps, "max_block_h": max_block_h}
+    launch = kernels.restore(rows, scores, addend, num_tokens, topk, **options)
+    launch(rows, scores, inverse, addend, out, slots)
     assert torch.equal(slots.flatten(), inverse)
     grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
-    grad_scores = empty(*scores.shape, dtype=scores.dtype, device=device)
-    kernels.weighted_restore_backward(
-        grad,
-        rows,
-        scores,
-        indices,
-        slots,
-        grad_rows,
-        grad_scores,
-        num_warps=num_warps,
-        max_block_k=max_block_k,
-    )
+    grad_scores = None if scores is None else torch.full_like(scores, torch.nan).contiguous()
+    read = None if scores is None else rows
+    options = {"num_warps": num_warps, "max_block_k": max_block_k}
+    launch = kernels.restore_backward(grad, read, scores, indices, topk, True, **options)
+    launch(grad, read, scores, indices, slots, grad_rows, grad_scores)
     return out, inverse, grad_rows, grad_scores
 
 
-def expect(rows, scores, indices, addend, grad):
-    slots = reference.invert(indices, scores.numel()).view(scores.shape)
+def expect(rows, scores, indices, addend, grad, topk):
+    num_tokens = grad.shape[0]
+    slots = reference.invert(indices, num_tokens * topk).view(num_tokens, topk)
     assignments = reference.row_assignments(slots, indices)
     return (
         reference.weighted_restore(rows, scores, slots, addend),
         slots.flatten().to(torch.int32),
         reference.grad_rows(grad, scores, slots, assignments),
-        reference.grad_scores(grad, rows, slots, scores.dtype),
+        None if scores is None else reference.grad_scores(grad, rows, slots, scores.dtype),
     )
 
 
 def check(rows, scores, indices, addend, grad, device, **options):
     actual = run(rows, scores, indices, addend, grad, device, **options)
-    expected = expect(rows, scores, indices, addend, grad)
+    topk = options.get("topk") or scores.shape[1]
+    expected = expect(rows, scores, indices, addend, grad, topk)
     names = ("out", "inverse", "grad_rows", "grad_scores")
     for a, b, name in zip(actual, expected, names, strict=True):
-        assert_same_bits(a, b, name)
+        if b is not None:
+            assert_same_bits(a, b, name)
 
 
 def inputs(num_tokens, topk, hidden, dtype=torch.float32, scores_dtype=torch.float32, **options):
@@ -84,6 +92,28 @@ def inputs(num_tokens, topk, hidden, dtype=torch.float32, scores_dtype=torch.flo
 @pytest.mark.parametrize(("dtype", "scores_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_every_dtype(dtype, scores_dtype, kernel_device):
     check(*inputs(13, 2, 300, dtype, scores_dtype), kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_addend", [False, True])
+def test_without_scores(dtype, with_addend, kernel_device):
+    rows, _, indices, addend, grad = inputs(13, 3, 300, dtype, alignment=4)
+    rows[indices < 0] = torch.nan
+    check(rows, None, indices, addend if with_addend else None, grad, kernel_device, topk=3)
+
+
+@pytest.mark.parametrize("dropped", [0, 5])
+def test_the_ways_to_invert(dropped, kernel_device, monkeypatch):
+    """In one program, and by one kernel after the other."""
+    from moe_custom_ops.weighted_restore import kernels
+
+    rows, scores, indices, addend, grad = inputs(700, 3, 5, alignment=8)
+    indices[:4] = indices[600]
+    kept = slice(dropped, None)
+    for at_once in (2**20, 0):
+        monkeypatch.setattr(kernels, "INVERT_AT_ONCE", at_once)
+        assert len(kernels.invert(indices, 2100)) == (1 if at_once else 2)
+        check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
 @pytest.mark.parametrize("hidden", [0, 1, 7, 130, 256, 2880])
@@ -188,10 +218,12 @@ def test_garbage_in_the_inverse_is_bounded(kernel_device):
     garbage = torch.tensor([-5, 18, 2**31 - 1, -(2**31), 3, 3], dtype=torch.int32).repeat(3)
     out = empty(9, 40, dtype=rows.dtype, device=kernel_device)
     slots = torch.full((9, 2), 12345, dtype=torch.int32, device=kernel_device)
-    kernels.weighted_restore(rows, scores, garbage.to(kernel_device), addend, out, slots)
+    launch = kernels.restore(rows, scores, addend, 9, 2)
+    launch(rows, scores, garbage.to(kernel_device), addend, out, slots)
     assert slots.flatten().cpu().tolist() == [-1, -1, -1, -1, 3, 3] * 3
     grads = [empty(*x.shape, dtype=x.dtype, device=kernel_device) for x in (rows, scores)]
-    kernels.weighted_restore_backward(grad, rows, scores, indices, slots, *grads)
+    launch = kernels.restore_backward(grad, rows, scores, indices, 2, True)
+    launch(grad, rows, scores, indices, slots, *grads)
     for result in (out, *grads):
         assert not result.isnan().any()
 

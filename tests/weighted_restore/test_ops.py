@@ -68,12 +68,18 @@ def test_opcheck_of_the_inner_ops(requires_grad):
     slots = workspace[: 4 * scores.numel()].view(torch.int32).view(scores.shape).clone()
     for tensor in (rows, scores, addend):
         tensor.requires_grad_(requires_grad)
-    gather = torch.ops.moe.weighted_restore_gather.default
-    opcheck(gather, (rows, scores, indices, addend, workspace))
-    opcheck(gather, (rows, scores, indices, None, workspace))
-    for need_rows, need_scores in ((True, True), (True, False), (False, True)):
-        arguments = (addend, rows, scores, indices, slots, need_rows, need_scores)
-        opcheck(torch.ops.moe.weighted_restore_backward.default, arguments)
+    gather = torch.ops.moe.restore_gather.default
+    for given in (workspace, None):
+        opcheck(gather, (rows, scores, indices, addend, given, [7, 3]))
+        opcheck(gather, (rows, None, indices, None, given, [7, 3]))
+    for read, weights, need_rows in (
+        (rows, scores, True),
+        (None, scores, True),
+        (None, None, True),
+        (rows, scores, False),
+    ):
+        arguments = (addend, read, weights, indices, slots, need_rows)
+        opcheck(torch.ops.moe.restore_backward.default, arguments)
 
 
 @pytest.mark.parametrize(("dtype", "scores_dtype"), list(itertools.product(DTYPES, DTYPES)))
@@ -306,10 +312,10 @@ def test_two_backwards_of_one_graph_are_equal_whatever_the_workspace_holds():
 def test_garbage_in_the_scratch_is_bounded():
     rows, scores, indices, addend = make()
     scratch = torch.randint(0, 256, (workspace_for(scores).shape[0],), dtype=torch.uint8)
-    out, _ = torch.ops.moe.weighted_restore_gather(rows, scores, indices, addend, scratch)
+    out, _ = torch.ops.moe.restore_gather(rows, scores, indices, addend, scratch, [7, 3])
     assert out.shape == addend.shape
     with pytest.raises(ValueError, match="workspace must be at least 84 bytes"):
-        torch.ops.moe.weighted_restore_gather(rows, scores, indices, addend, scratch[:16])
+        torch.ops.moe.restore_gather(rows, scores, indices, addend, scratch[:16], [7, 3])
 
 
 def bad(change):
