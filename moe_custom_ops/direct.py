@@ -78,10 +78,15 @@ def signature(*tensors: Any) -> list[Any] | None:
             and not x.is_neg()
             and not x._is_zerotensor()
         ):
-            parts += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+            parts.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16))
         else:
             return None
     return parts
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """What a launch that was made for a tensor of this shape depends on."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
 def empty(

@@ -306,6 +306,7 @@ class Launch:
             names = self.kernel.arg_names[len(first) + len(self.arguments) :]
             constants = (*self.arguments, *(self.options[name] for name in names))
             self.compiled = kernel.run, kernel.function, kernel.packed_metadata, constants
+            self.keep_alive = kernel  # which unloads its code when it is dropped
 
 
 def _has_launch_hooks() -> bool:

@@ -32,6 +32,7 @@ class _Plan:
         self.loss_from_tile_sums = kernels.loss_from_tile_sums(
             self.num_partials, self.loss_dtype, probs.device, total is not None
         )
+        self.counts_layout = direct.layout(tokens_per_expert)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
     def forward(
@@ -77,13 +78,21 @@ class _AuxLoss(torch.autograd.Function):
         loss, scale, ctx.number = plan.forward(probs, *constants)
         ctx.save_for_backward(tokens_per_expert, token_mask, scale)
         ctx.plan = plan
+        ctx.set_materialize_grads(False)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         tokens_per_expert, token_mask, scale = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        if torch.is_grad_enabled() or not direct.is_plain(grad):
+        if (
+            torch.is_grad_enabled()
+            or not direct.is_plain(grad)
+            # A hook on saved tensors may have brought others.
+            or direct.layout(tokens_per_expert) != plan.counts_layout
+        ):
             if scale is None:
                 scale = torch.full_like(grad, ctx.number)
             row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
@@ -103,8 +112,8 @@ def aux_loss(
     token_mask: Tensor | None,
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
-    # Numbers of other types are for the checks, and so is a total of no token.
-    if not (type(num_experts) is type(topk) is int and type(coeff) in (int, float)):
+    # Numbers of other types are for the dispatcher and the checks, and so is a total of no token.
+    if not (type(num_experts) is type(topk) is int and type(coeff) is float):
         return None
     total: Tensor | None = None
     if type(total_num_tokens) is not int:
@@ -119,13 +128,17 @@ def aux_loss(
     key = (*tensors, num_experts, topk, coeff)
     plan = _PLANS.get(key)
     if plan is None:
-        checks.is_number(ops.OP, "coeff", coeff)
         ops.check(
             probs, tokens_per_expert, total_num_tokens, num_experts, topk, workspace, token_mask
         )
         numerator = num_experts * coeff / topk
         plan = _PLANS.add(key, _Plan(probs, tokens_per_expert, total, token_mask, numerator))
-    constants = (tokens_per_expert, total_num_tokens, token_mask, workspace)
+    constants = (
+        checks.constant(tokens_per_expert),
+        total_num_tokens,
+        token_mask,
+        workspace,
+    )
     if probs.requires_grad and torch.is_grad_enabled():
         return direct.apply(_AuxLoss, probs, plan, constants)
     return plan.forward(probs, *constants)[0]

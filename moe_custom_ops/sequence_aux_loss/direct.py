@@ -34,6 +34,7 @@ class _Plan:
         self.tile_sums = kernels.tile_sums(*inputs, token_mask, self.num_slots)
         launches = kernels.loss_from_tile_sums(*inputs, self.num_slots)
         self.add_slots, self.add_sequences = launches
+        self.counts_layout = direct.layout(tokens_per_expert)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
     def forward(
@@ -79,13 +80,22 @@ class _SequenceAuxLoss(torch.autograd.Function):
         loss, scales = plan.forward(probs, *constants)
         ctx.save_for_backward(tokens_per_expert, cu_seqlens, token_mask, scales)
         ctx.plan = plan
+        ctx.set_materialize_grads(False)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
         plan = ctx.plan
-        if torch.is_grad_enabled() or not direct.is_plain(grad):
+        if (
+            torch.is_grad_enabled()
+            or not direct.is_plain(grad)
+            # A hook on saved tensors may have brought others.
+            or direct.layout(tokens_per_expert) != plan.counts_layout
+            or not scales.is_contiguous()
+        ):
             rows = ops.grad_rows(grad, scales, tokens_per_expert, plan.dtype)
         else:
             rows = plan.backward(grad, scales, tokens_per_expert)
@@ -102,8 +112,8 @@ def sequence_aux_loss(
     workspace: Tensor | None,
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
-    # Numbers of other types are for the checks.
-    if not (type(topk) is int and type(coeff) in (int, float)):
+    # Numbers of other types are for the dispatcher and the checks.
+    if not (type(topk) is int and type(coeff) is float):
         return None
     tensors = direct.signature(probs, tokens_per_expert, cu_seqlens, token_mask, workspace)
     if tensors is None or probs is None or tokens_per_expert is None:
@@ -111,12 +121,11 @@ def sequence_aux_loss(
     key = (*tensors, topk, coeff)
     plan = _PLANS.get(key)
     if plan is None:
-        checks.is_number(ops.OP, "coeff", coeff)
         scratch = ops.check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
         numerator = probs.shape[-1] * coeff / topk
         plan = _Plan(probs, tokens_per_expert, cu_seqlens, token_mask, scratch, numerator)
         _PLANS.add(key, plan)
-    constants = (tokens_per_expert, cu_seqlens, token_mask, workspace)
+    constants = (checks.constant(tokens_per_expert), cu_seqlens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():
         return direct.apply(_SequenceAuxLoss, probs, plan, constants)
     return plan.forward(probs, *constants)[0]

@@ -179,6 +179,54 @@ def test_counts_and_total_receive_no_gradient(launched, kernel_device):
     assert counts.grad is None and total.grad is None and probs.grad is not None
 
 
+def test_the_gradient_is_a_constant_of_the_counts(launched, kernel_device):
+    """As through the dispatcher: a penalty on the gradient does not train through the counts."""
+    probs, counts = make_probs(40, 16)
+    probs = probs.to(kernel_device).requires_grad_()
+    counts = counts.to(kernel_device).float().requires_grad_()
+    loss = aux_loss(probs, counts, 40, 8, 2, 0.1)
+    (grad,) = torch.autograd.grad(loss, probs, create_graph=True)
+    assert launched == FORWARD and not grad.requires_grad
+
+
+def test_saved_tensors_that_come_back_with_other_strides(launched, kernel_device):
+    """``save_on_cpu`` and its like make them dense."""
+    probs, counts = make_probs(40, 16)
+    own_probs, expected_probs = probs.to(kernel_device).requires_grad_(), probs.requires_grad_()
+    torch.ops.moe.aux_loss(expected_probs, counts, 40, 8, 2, 0.1).backward()
+    strided = counts.to(kernel_device).repeat_interleave(2)[::2]
+    dense = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(dense, lambda x: x):
+        loss = aux_loss(own_probs, strided, 40, 8, 2, 0.1)
+    loss.backward()
+    assert launched == FORWARD
+    assert_same_bits(own_probs.grad, expected_probs.grad)
+
+
+def test_no_gradient_comes_of_none(launched, kernel_device):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    probs, counts = make_probs(40, 16)
+    probs = probs.to(kernel_device).requires_grad_()
+    loss = Stop.apply(aux_loss(probs, counts.to(kernel_device), 40, 8, 2, 0.1))
+    assert torch.autograd.grad(loss, probs, allow_unused=True) == (None,)
+    assert launched == FORWARD
+
+
+def test_an_int_coefficient_is_rounded_as_by_the_dispatcher(launched, kernel_device):
+    probs, counts = make_probs(40, 15, dtype=torch.float64)
+    call = (40, 3, 1, 2**53 + 1)
+    expected = torch.ops.moe.aux_loss(probs, counts, *call)
+    assert_same_bits(aux_loss(probs.to(kernel_device), counts.to(kernel_device), *call), expected)
+
+
 def test_no_gradient_is_recorded_where_none_is_asked_for(launched, kernel_device):
     probs, counts = make_probs(40, 16)
     probs, counts = probs.to(kernel_device).requires_grad_(), counts.to(kernel_device)

@@ -328,6 +328,9 @@ BAD_CALLS = [
     ({"coeff": 10**400}, ValueError, "coeff must fit 64 bits, got 1000"),
     ({"probs": torch.rand(30, 16).to_sparse()}, ValueError, "probs must be a dense tensor, got"),
     ({"probs": [1.0]}, TypeError, "probs must be a Tensor, got list"),
+    ({"probs": None}, TypeError, "probs must be a Tensor, got NoneType"),
+    ({"tokens_per_expert": None}, TypeError, "tokens_per_expert must be a Tensor, got NoneType"),
+    ({"total_num_tokens": None}, TypeError, "must be a Tensor or an int, got NoneType"),
     (
         {"probs": torch.rand(30)},
         ValueError,

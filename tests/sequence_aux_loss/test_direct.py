@@ -91,6 +91,19 @@ def test_gradient_of_the_gradient(layout, launched, kernel_device):
     assert expected.abs().max() > 0
 
 
+def test_saved_tensors_that_come_back_with_other_strides(launched, kernel_device):
+    probs, counts, ends, _ = inputs("packed")
+    expected_probs = probs.clone().requires_grad_()
+    torch.ops.moe.sequence_aux_loss(expected_probs, counts, 2, 0.1, ends).backward()
+    probs, counts, ends = move(kernel_device, probs, counts.t().contiguous().t(), ends)
+    dense = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(dense, lambda x: x):
+        loss = sequence_aux_loss(probs.requires_grad_(), counts, 2, 0.1, ends)
+    loss.backward()
+    assert launched == FORWARD
+    assert_same_bits(probs.grad, expected_probs.grad)
+
+
 @pytest.mark.parametrize(("change", "error", "message"), BAD_CALLS)
 def test_bad_input(change, error, message, launched, kernel_device):
     good = bad({})

@@ -250,6 +250,8 @@ def bad(change):
 
 
 BAD_CALLS = [
+    ({"probs": None}, TypeError, "probs must be a Tensor, got NoneType"),
+    ({"tokens_per_expert": None}, TypeError, "tokens_per_expert must be a Tensor, got NoneType"),
     ({"probs": 1.0}, TypeError, "probs must be a Tensor, got float"),
     ({"cu_seqlens": None}, ValueError, r"probs must be of shape \[batch, seq, experts\] without"),
     ({"probs": torch.rand(2, 3, 8)}, ValueError, r"probs must .* with them, got \[2, 3, 8\]"),
