@@ -31,6 +31,7 @@ def launched(kernel_device, monkeypatch):
     from moe_custom_ops.aux_loss import direct as aux
     from moe_custom_ops.sequence_aux_loss import direct as sequence
     from moe_custom_ops.triton_common import Launch
+    from moe_custom_ops.weighted_restore import direct as restore
 
     names = []
     launch = Launch.__call__
@@ -41,7 +42,7 @@ def launched(kernel_device, monkeypatch):
 
     monkeypatch.setattr(Launch, "__call__", spy)
     monkeypatch.setattr(direct, "CUDA", kernel_device == "cuda")
-    for room in (aux, sequence):
+    for room in (aux, restore, sequence):
         monkeypatch.setattr(room, "_PLANS", direct.Plans())
     return names
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import checks
 from .. import workspace as workspaces
 from ..backend import as_bytes, float64_bits, load_kernels
+from ..batching import register_vmap
 from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums
 from . import reference
 
@@ -276,3 +277,4 @@ for _overload, _total in (("aux_loss", "Tensor"), ("aux_loss.int", "SymInt")):
         "int topk, float coeff, Tensor(a!)? workspace=None, Tensor? token_mask=None) -> Tensor",
     )
     torch.library.impl(f"moe::{_overload}", "CompositeImplicitAutograd", _aux_loss)
+    register_vmap(_overload)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import checks
 from .. import workspace as workspaces
 from ..backend import as_bytes, float64_bits, load_kernels
+from ..batching import register_vmap
 from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums, tree_sum
 from . import reference
 
@@ -336,3 +337,4 @@ torch.library.define(
     "Tensor? token_mask=None, Tensor(a!)? workspace=None) -> Tensor",
 )
 torch.library.impl("moe::sequence_aux_loss", "CompositeImplicitAutograd", _sequence_aux_loss)
+register_vmap("sequence_aux_loss")

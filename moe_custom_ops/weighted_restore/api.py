@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from . import ops  # noqa: F401  registers the operators
+from . import direct
 
 
 def weighted_restore(
@@ -61,6 +61,10 @@ def weighted_restore(
         >>> weighted_restore(rows, torch.rand(3, 2), token_indices_sorted).shape
         torch.Size([3, 16])
     """
+    if not torch.compiler.is_compiling():
+        out = direct.weighted_restore(rows, top_scores, token_indices_sorted, addend, workspace)
+        if out is not None:
+            return out
     checks.is_tensor("weighted_restore", "rows", rows)
     checks.is_tensor("weighted_restore", "top_scores", top_scores)
     checks.is_tensor("weighted_restore", "token_indices_sorted", token_indices_sorted)
@@ -117,6 +121,10 @@ def restore(
         >>> restore(rows, token_indices_sorted, num_tokens=3, topk=2).shape
         torch.Size([3, 16])
     """
+    if not torch.compiler.is_compiling():
+        out = direct.restore(rows, token_indices_sorted, num_tokens, topk, addend, workspace)
+        if out is not None:
+            return out
     checks.is_tensor("restore", "rows", rows)
     checks.is_tensor("restore", "token_indices_sorted", token_indices_sorted)
     checks.is_integer("restore", "num_tokens", num_tokens)

@@ -295,7 +295,7 @@ def restore(
     num_tokens: int,
     topk: int,
     num_warps: int = 4,
-    max_block_h: int = MAX_BLOCK_H,
+    block_h: int | None = None,
 ) -> Launch:
     """Of (rows, top_scores, inverse, addend, out, slots), the second and fourth as given here.
 
@@ -303,10 +303,11 @@ def restore(
     are asked for, the inverse to ``slots`` int32 [tokens, K], with -1 for all that is no row.
     """
     num_rows, num_columns = rows.shape
-    block_h = min(next_power_of_2(num_columns), max_block_h)
-    # Few tokens are cut finer: 512 columns a program took 0.77 of 1024 at (T 256, K 8, H 2048).
-    while block_h > MIN_BLOCK_H and num_tokens * triton.cdiv(num_columns, block_h) < 1024:
-        block_h //= 2
+    if block_h is None:
+        block_h = min(next_power_of_2(num_columns), MAX_BLOCK_H)
+        # Few tokens are cut finer: 512 columns a program took 0.77 of 1024 at (T 256, K 8, H 2048).
+        while block_h > MIN_BLOCK_H and num_tokens * triton.cdiv(num_columns, block_h) < 1024:
+            block_h //= 2
     # A width of 0 still has slots to write.
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     programs = num_tokens * blocks_h
@@ -339,7 +340,7 @@ def restore_backward(
     topk: int,
     need_rows: bool,
     num_warps: int | None = None,
-    max_block_k: int = MAX_BLOCK_K,
+    block_k: int | None = None,
 ) -> Launch:
     """Of (grad, rows, top_scores, token_indices_sorted, slots, grad_rows, grad_scores).
 
@@ -348,10 +349,11 @@ def restore_backward(
     """
     num_tokens, num_columns = grad.shape
     (num_rows,) = token_indices_sorted.shape
-    block_k = min(next_power_of_2(topk), max_block_k)
-    # Few tokens are cut finer.
-    while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < FEW_PROGRAMS:
-        block_k //= 2
+    if block_k is None:
+        block_k = min(next_power_of_2(topk), MAX_BLOCK_K)
+        # Few tokens are cut finer.
+        while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < FEW_PROGRAMS:
+            block_k //= 2
     blocks_k = triton.cdiv(topk, block_k)
     programs = num_tokens * blocks_k
     if need_rows:

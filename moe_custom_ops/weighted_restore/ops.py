@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import checks
 from .. import workspace as workspaces
 from ..backend import load_kernels
+from ..batching import register_vmap
 from ..fixed_order import accumulator_dtype, cast
 from . import reference
 
@@ -114,7 +115,7 @@ def _inverse(workspace: Tensor, num_assignments: int) -> Tensor:
     return workspaces.scratch(OP, workspace, num_assignments, torch.int32)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """[*, X] as [T, X]: a view where the leading strides allow it."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
@@ -170,11 +171,11 @@ def restore_gather(
         inverse = _inverse(workspace, slots.numel())
         inverse = torch.where((inverse < 0) | (inverse >= rows.shape[0]), -1, inverse)
     slots.copy_(inverse.view(slots.shape))
-    scores = None if top_scores is None else _flat(top_scores)
-    flat_addend = None if addend is None else _flat(addend)
-    result = reference.weighted_restore(rows, scores, _flat(slots).long(), flat_addend)
+    scores = None if top_scores is None else flat(top_scores)
+    flat_addend = None if addend is None else flat(addend)
+    result = reference.weighted_restore(rows, scores, flat(slots).long(), flat_addend)
     # Into a fresh tensor: a view returned here could not be changed in place by the caller.
-    _flat(out).copy_(result)
+    flat(out).copy_(result)
     return out, slots
 
 
@@ -189,9 +190,9 @@ def _restore_gather_cuda(
 ) -> tuple[Tensor, Tensor]:
     _check_inner(rows.shape[0], top_scores, token_indices_sorted, shape)
     out, slots = _empty_results(rows, shape)
-    scores = None if top_scores is None else _flat(top_scores)
-    flat_addend = None if addend is None else _flat(addend)
-    num_tokens, topk = _flat(slots).shape
+    scores = None if top_scores is None else flat(top_scores)
+    flat_addend = None if addend is None else flat(addend)
+    num_tokens, topk = flat(slots).shape
     if workspace is None:
         inverse, copy = slots, None
         _invert(token_indices_sorted, slots)
@@ -235,13 +236,13 @@ def restore_backward(
     grad_rows, grad_scores = _empty_grads(
         grad, rows, top_scores, token_indices_sorted, slots, need_rows
     )
-    flat_slots, flat_grad = _flat(slots).long(), _flat(grad)
+    flat_slots, flat_grad = flat(slots).long(), flat(grad)
     if need_rows:
         assignments = reference.row_assignments(flat_slots, token_indices_sorted)
         grad_rows.copy_(reference.grad_rows(flat_grad, top_scores, flat_slots, assignments))
     if rows is not None:
         sums = reference.grad_scores(flat_grad, rows, flat_slots, grad_scores.dtype)
-        _flat(grad_scores).copy_(sums)
+        flat(grad_scores).copy_(sums)
     return grad_rows, grad_scores
 
 
@@ -261,8 +262,8 @@ def _restore_backward_cuda(
     grad_rows, grad_scores = _empty_grads(
         grad, rows, top_scores, token_indices_sorted, slots, need_rows
     )
-    flat_grad = _flat(grad)
-    scores = None if top_scores is None else _flat(top_scores)
+    flat_grad = flat(grad)
+    scores = None if top_scores is None else flat(top_scores)
     launch = load_kernels(__package__).restore_backward(
         flat_grad, rows, scores, token_indices_sorted, slots.shape[-1], need_rows
     )
@@ -350,20 +351,20 @@ def _double_backward(
     grad, rows, top_scores, token_indices_sorted, slots = ctx.saved_tensors
     need_grad, need_rows, need_scores = ctx.needs_input_grad[:3]
     dtype = accumulator_dtype(grad.dtype)
-    flat_grad, shape = _flat(grad).to(dtype), slots.shape
-    slots = _flat(slots).long()
+    flat_grad, shape = flat(grad).to(dtype), slots.shape
+    slots = flat(slots).long()
     held = (slots >= 0)[..., None]
     terms, d_rows, d_scores = [], None, None
     if grad_grad_rows is not None and ctx.has_rows:
         u = reference.with_zero_row(grad_grad_rows)[slots].to(dtype)  # [T, K, H]
         if need_grad:
-            weighted = u if top_scores is None else _flat(top_scores).to(dtype)[..., None] * u
+            weighted = u if top_scores is None else flat(top_scores).to(dtype)[..., None] * u
             terms.append(torch.where(held, weighted, 0.0))
         if need_scores:
             products = torch.where(held, flat_grad[:, None, :] * u, 0.0)
             d_scores = cast(products.sum(-1), top_scores.dtype).view(shape)
     if grad_grad_scores is not None and rows is not None:
-        v = _flat(grad_grad_scores).to(dtype)
+        v = flat(grad_grad_scores).to(dtype)
         if need_grad:
             gathered = reference.with_zero_row(rows)[slots].to(dtype)
             terms.append(torch.where(held, v[..., None] * gathered, 0.0))
@@ -443,3 +444,5 @@ torch.library.define(
     "Tensor(a!)? workspace=None) -> Tensor",
 )
 torch.library.impl("moe::restore", "CompositeImplicitAutograd", _restore)
+register_vmap("weighted_restore")
+register_vmap("restore")

@@ -27,8 +27,8 @@ def run(
     device,
     topk=None,
     num_warps=4,
-    max_block_h=1024,
-    max_block_k=8,
+    block_h=None,
+    block_k=None,
 ):
     """(out, inverse, grad_rows, grad_scores) from the kernels; ``topk`` where no scores give it."""
     from moe_custom_ops.weighted_restore import kernels
@@ -41,14 +41,14 @@ def run(
         launch(indices, inverse)
     out = empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=device)
     slots = torch.full((num_tokens, topk), 12345, dtype=torch.int32, device=device)
-    options = {"num_warps": num_warps, "max_block_h": max_block_h}
+    options = {"num_warps": num_warps, "block_h": block_h}
     launch = kernels.restore(rows, scores, addend, num_tokens, topk, **options)
     launch(rows, scores, inverse, addend, out, slots)
     assert torch.equal(slots.flatten(), inverse)
     grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
     grad_scores = None if scores is None else torch.full_like(scores, torch.nan).contiguous()
     read = None if scores is None else rows
-    options = {"num_warps": num_warps, "max_block_k": max_block_k}
+    options = {"num_warps": num_warps, "block_k": block_k}
     launch = kernels.restore_backward(grad, read, scores, indices, topk, True, **options)
     launch(grad, read, scores, indices, slots, grad_rows, grad_scores)
     return out, inverse, grad_rows, grad_scores
@@ -116,7 +116,7 @@ def test_the_ways_to_invert(dropped, kernel_device, monkeypatch):
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
-@pytest.mark.parametrize("hidden", [0, 1, 7, 130, 256, 2880])
+@pytest.mark.parametrize("hidden", [0, 1, 7, 130, 256, 2880, 7176, 8192])
 @pytest.mark.parametrize("topk", [1, 3, 8])
 def test_shapes(hidden, topk, kernel_device):
     check(*inputs(5, topk, hidden), kernel_device)
@@ -185,19 +185,9 @@ def test_extreme_magnitudes(magnitude, kernel_device):
 
 def test_no_launch_choice_changes_a_bit(kernel_device):
     call = inputs(6, 5, 3000, torch.bfloat16)
-    for num_warps, max_block_h, max_block_k in [
-        (1, 64, 1),
-        (2, 256, 2),
-        (4, 1024, 16),
-        (8, 2048, 8),
-    ]:
-        check(
-            *call,
-            kernel_device,
-            num_warps=num_warps,
-            max_block_h=max_block_h,
-            max_block_k=max_block_k,
-        )
+    choices = [(1, 64, 1), (2, 256, 2), (4, 512, 4), (4, 1024, 8), (8, 2048, 16)]
+    for num_warps, block_h, block_k in choices:
+        check(*call, kernel_device, num_warps=num_warps, block_h=block_h, block_k=block_k)
 
 
 def test_products_are_rounded_before_they_are_added(kernel_device):
