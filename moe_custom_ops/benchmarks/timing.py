@@ -6,9 +6,27 @@ Host times are those of eager calls in turn, with what they are compared to.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Row(NamedTuple):
+    """Microseconds of one call, and of the same formula in PyTorch where it was timed."""
+
+    name: str
+    num_bytes: int
+    ours: float
+    eager: float | None = None
+    compiled: float | None = None
+
+
+class HostTimes(NamedTuple):
+    """Host microseconds of one call, and of what it is compared to, by name."""
+
+    name: str
+    ours: float
+    others: dict[str, float]
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:

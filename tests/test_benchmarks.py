@@ -1,0 +1,72 @@
+"""The benchmarks run, row by row, on small shapes. What they print here are no times of a GPU."""
+
+import pytest
+import torch
+
+from moe_custom_ops.benchmarks import losses, restores
+from moe_custom_ops.benchmarks.__main__ import format_host, format_row
+from moe_custom_ops.benchmarks.timing import HostTimes, Row
+
+
+@pytest.fixture(autouse=True)
+def _without_a_graph(monkeypatch):
+    """Each call once, in place of many in a captured graph."""
+
+    def once(call, inputs, calls=0, repeats=0):
+        for arguments in inputs[:1]:
+            call(*arguments)
+        return 2.0
+
+    def host_once(calls):
+        for call in calls:
+            call()
+        return [2.0, *(4.0 for _ in calls[1:])]
+
+    for module in (losses, restores):
+        monkeypatch.setattr(module, "graph_time", once)
+        monkeypatch.setattr(module, "host_times", host_once)
+        monkeypatch.setattr(module, "input_sets", lambda num_bytes, device: 2)
+    monkeypatch.setattr(losses, "AUX_LOSS_SHAPES", [(16, 8)])
+    monkeypatch.setattr(losses, "SEQUENCE_SHAPES", [(2, 8, 8)])
+    monkeypatch.setattr(restores, "SHAPES", [(8, 2, 16)])
+    monkeypatch.setattr(restores, "ODD_SHAPES", [(8, 2, 9)])
+    monkeypatch.setattr(restores, "SPARSE_SHAPE", (64, 8, 16))
+
+
+def test_losses():
+    device = torch.device("cpu")
+    rows = [*losses.aux_loss_rows(device), *losses.sequence_rows(device)]
+    assert [row.num_bytes for row in rows] == [16 * 8 * 4] * 3
+    for times in (losses.aux_loss_host(device), losses.sequence_host(device)):
+        assert times.others == {"eager": 4.0}
+
+
+def test_the_formulas_compared_are_the_same():
+    probs, counts = torch.rand(16, 8), torch.randint(0, 9, (8,))
+    ours, eager = losses.our_aux_loss(probs, counts), losses.eager_aux_loss(probs, counts)
+    torch.testing.assert_close(ours, eager)
+    counts = torch.randint(0, 9, (2, 8))
+    for own, ends in ((probs.view(2, 8, 8), None), (probs, torch.tensor([0, 8, 16]))):
+        ours = losses.our_sequence_aux_loss(own, counts, ends)
+        torch.testing.assert_close(ours, losses.eager_sequence_aux_loss(own, counts, ends))
+    rows, scores, indices, _ = restores.make(8, 2, 16, torch.device("cpu"))
+    ours = restores.weighted_restore(rows, scores, indices)
+    torch.testing.assert_close(ours, restores.eager_restore(rows, scores, indices))
+
+
+@pytest.mark.kernels
+def test_restores(kernel_device):
+    device = torch.device(kernel_device)
+    rows = list(restores.rows(device))
+    assert len(rows) == 6 and rows[0].num_bytes == (8 * 2 + 8) * 16 * 2
+    assert rows[-1].num_bytes < 64 * 5 * 16 * 2
+    times = restores.host(device)
+    assert times.others == {"bare launches": 4.0, "eager": 4.0}
+
+
+def test_format():
+    row = Row("name", 8000, 2.0, 6.0, 3.0)
+    assert format_row(row, 8000.0).split() == ["name", "2.00", "4", "50", "6.0", "3.0", "1.5"]
+    assert format_row(row._replace(eager=None, compiled=None), 8000.0).split()[-1] == "50"
+    line = format_host(HostTimes("op", 2.0, {"eager": 4.0}))
+    assert line == "op: ours 2 us, eager 4 us (ours 0.50 of it)"
