@@ -7,7 +7,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.library import opcheck
 
-from moe_custom_ops import make_workspace, weighted_restore, weighted_restore_workspace_size
+from moe_custom_ops import (
+    make_workspace,
+    restore,
+    weighted_restore,
+    weighted_restore_workspace_size,
+)
 from moe_custom_ops.testing import assert_same_bits, make_assignments
 
 pytestmark = pytest.mark.cuda
@@ -171,3 +176,53 @@ def test_nothing_waits_for_the_device():
         result_and_gradients(*call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_restore_has_the_bits_of_the_cpu(dtype):
+    rows, _, indices, addend, grad = make(100, 3, 300, dtype, alignment=16)
+    rows[indices < 0] = torch.nan
+
+    def run(rows, indices, addend, grad):
+        leaves = [rows.detach().requires_grad_(), addend.detach().requires_grad_()]
+        out = restore(leaves[0], indices, 100, 3, leaves[1])
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    expected = run(rows, indices, addend, grad)
+    for a, b in zip(run(*(x.cuda() for x in (rows, indices, addend, grad))), expected, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("call", [weighted_restore, torch.ops.moe.weighted_restore])
+def test_peak_memory_is_the_results_and_four_bytes_an_assignment(call):
+    rows, scores, indices, _, grad = (x.cuda() for x in make(8192, 4, 512))
+    leaves = [rows.requires_grad_(), scores.requires_grad_()]
+    slots, rounding = 4 * scores.numel(), 4096
+
+    def peak(function):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = function()
+        return torch.cuda.max_memory_allocated() - before, result
+
+    for _ in range(2):
+        forward, out = peak(lambda: call(*leaves, indices))
+        assert out.nbytes <= forward <= out.nbytes + slots + rounding
+        backward, grads = peak(lambda out=out: torch.autograd.grad(out, leaves, grad))
+        asked = sum(x.nbytes for x in grads)
+        assert asked <= backward <= asked + slots + rounding
+    out = call(rows, scores.detach(), indices)
+    backward, _ = peak(lambda: torch.autograd.grad(out, rows, grad))
+    assert backward <= rows.nbytes + slots + rounding
+
+
+def test_a_device_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    call = make(100, 3, 300)
+    expected = result_and_gradients(*call)
+    for _ in range(2):
+        actual = result_and_gradients(*(x.to("cuda:1") for x in call))
+        for a, b, name in zip(actual, expected, NAMES, strict=True):
+            assert_same_bits(a, b, name)
