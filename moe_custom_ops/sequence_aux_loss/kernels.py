@@ -72,34 +72,22 @@ def _sequence_tile_sums_kernel(
     pid = tl.program_id(0).to(tl.int64)
     slot = pid // CHUNKS
     first_column = (pid % CHUNKS) * BLOCK_C
-    if PACKED:
-        # The bounds may not be read yet; this is near the tokens that they will give.
-        prefetch_tile(
-            probs_ptr,
-            slot * BLOCK_T,
-            first_column,
-            num_tokens,
-            num_columns,
-            stride_t,
-            stride_c,
-            BLOCK_T,
-            BLOCK_C,
-            OVERLAP,
-        )
-    else:
-        tiles = (num_tokens + BLOCK_T - 1) // BLOCK_T
-        prefetch_tile(
-            probs_ptr + slot // tiles * stride_b,
-            slot % tiles * BLOCK_T,
-            first_column,
-            num_tokens,
-            num_columns,
-            stride_t,
-            stride_c,
-            BLOCK_T,
-            BLOCK_C,
-            OVERLAP,
-        )
+    tiles = (num_tokens + BLOCK_T - 1) // BLOCK_T
+    # The bounds of a pack may not be read yet; this is near the tokens that they will give.
+    near_ptr = probs_ptr if PACKED else probs_ptr + slot // tiles * stride_b
+    near_token = (slot if PACKED else slot % tiles) * BLOCK_T
+    prefetch_tile(
+        near_ptr,
+        near_token,
+        first_column,
+        num_tokens,
+        num_columns,
+        stride_t,
+        stride_c,
+        BLOCK_T,
+        BLOCK_C,
+        OVERLAP,
+    )
     wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
     if PACKED:
         # The sequence whose slots hold this one is the last that begins at it or before it. Its
