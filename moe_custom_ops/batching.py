@@ -3,6 +3,7 @@
 PyTorch has no batching rule of its own for a composite whose schema mutates a workspace.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,16 @@ def register_vmap(name: str) -> None:
     def rule(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any, **options: Any
     ) -> tuple[Tensor, int]:
-        def element(i: int) -> list[Any]:
+        def call(pick: Callable[[Tensor, int], Tensor]) -> Tensor:
             pairs = zip(arguments, in_dims, strict=True)
-            return [x if dim is None else x.select(dim, i) for x, dim in pairs]
+            return op(*[x if dim is None else pick(x, dim) for x, dim in pairs], **options)
 
-        return torch.stack([op(*element(i), **options) for i in range(info.batch_size)]), 0
+        def zeros(x: Tensor, dim: int) -> Tensor:
+            return x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]])
+
+        if info.batch_size == 0:
+            return call(zeros)[None][:0], 0
+        results = [call(lambda x, dim, i=i: x.select(dim, i)) for i in range(info.batch_size)]  # type: ignore[misc]
+        return torch.stack(results), 0
 
     torch.library.register_vmap(f"moe::{name}", rule)

@@ -98,6 +98,15 @@ def shape(op: str, argument: str, tensor: Tensor, expected: str, condition: Any)
     value(condition, op, argument, f"of shape {expected}", list(tensor.shape))
 
 
+def same_shape(
+    op: str, argument: str, tensor: Tensor, expected: Sequence[Any], description: str
+) -> None:
+    """Dimension by dimension: a list of sizes compared as a whole is no run-time assertion."""
+    shape(op, argument, tensor, description, tensor.dim() == len(expected))
+    for actual, size in zip(tensor.shape, expected, strict=True):
+        shape(op, argument, tensor, description, actual == size)
+
+
 def rank(op: str, argument: str, tensor: Tensor, expected: str) -> None:
     """``expected`` is a shape written like ``[tokens, columns]``; only its rank is checked."""
     shape(op, argument, tensor, expected, tensor.dim() == expected.count(",") + 1)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import (
+    _get_function_stack_at,
     _get_tracing_state,
     _has_storage,
     _len_torch_dispatch_stack,
@@ -22,6 +23,7 @@ from torch._C import (
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._device import DeviceContext
 
 # Untyped: what it has depends on PyTorch's build.
 guards: Any = torch._C._dynamo.guards
@@ -39,12 +41,18 @@ def _is_plain_mode() -> bool:
     return not (
         # First of all, as Dynamo knows none of the rest.
         is_compiling()
-        or _len_torch_function_stack()
+        or (_len_torch_function_stack() and _has_function_mode())
         or _len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or _get_tracing_state() is not None
     )
+
+
+def _has_function_mode() -> bool:
+    """Other than a default device, which changes nothing here: every tensor made names its own."""
+    modes = map(_get_function_stack_at, range(_len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def is_plain(x: Any) -> bool:

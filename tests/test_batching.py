@@ -68,3 +68,11 @@ def test_vmap_within_vmap():
     actual = nested(PROBS.expand(2, *PROBS.shape))
     expected = torch.stack([aux_loss(p, COUNTS[0], 6, 8, 2, 0.1) for p in PROBS])
     assert_same_bits(actual[1], expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_none(name):
+    call, inputs = CASES[name]
+    one = call(*(x[0] for x in inputs))
+    result = torch.vmap(call)(*(x[:0] for x in inputs))
+    assert result.shape == (0, *one.shape) and result.dtype == one.dtype

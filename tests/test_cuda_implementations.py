@@ -150,13 +150,32 @@ def test_a_direct_call_with_wrong_lengths_is_refused(kernel_device):
     arguments = to(kernel_device, (grad, rows, scores, indices, slots))
     grad, rows, scores, indices, slots = arguments
     backward = restore._restore_backward_cuda
-    with pytest.raises(ValueError, match="token_indices_sorted must be of shape"):
-        backward(grad, rows, scores, indices[:9], slots, True)
-    with pytest.raises(ValueError, match="top_scores must be of shape"):
-        backward(grad, rows, scores, indices, slots[:2], True)
-    with pytest.raises(ValueError, match="slots must be of shape"):
-        backward(grad[:2], rows, scores, indices, slots, True)
-    with pytest.raises(ValueError, match="token_indices_sorted must be of shape"):
-        restore._restore_gather_cuda(rows, scores, indices[:9], None, None, [6, 3])
-    with pytest.raises(ValueError, match="top_scores must be of shape"):
-        restore._restore_gather_cuda(rows, scores, indices, None, None, [5, 3])
+    for changed, message in [
+        ((grad, rows, scores, indices[:9], slots), "token_indices_sorted must be of shape"),
+        ((grad, rows, scores, indices, slots[:2]), "top_scores must be of shape"),
+        ((grad[:2], rows, scores, indices, slots), "grad must be of shape"),
+        ((grad, rows[:, :9], scores, indices, slots), "rows must be of shape"),
+        ((grad, rows, scores, indices, slots.long()), "slots must be int32"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=f"restore_backward: {message}"):
+            backward(*changed, True)
+    for changed, message in [
+        ((rows, scores, indices[:9], None, None, [6, 3]), "token_indices_sorted must be of shape"),
+        ((rows, scores, indices, None, None, [5, 3]), "top_scores must be of shape"),
+        ((rows, scores, indices, grad[:1], None, [6, 3]), "addend must be of shape"),
+    ]:
+        with pytest.raises(ValueError, match=f"restore_gather: {message}"):
+            restore._restore_gather_cuda(*changed)
+
+
+def test_slots_of_any_strides(kernel_device):
+    scores, indices = make_assignments(6, 3, 8)
+    arguments = (torch.randn(6, 20), torch.randn(18, 20), scores, indices)
+    grad, rows, scores, indices = to(kernel_device, arguments)
+    _, slots = restore._restore_gather_cuda(rows, scores, indices, None, None, [6, 3])
+    strided = slots.t().contiguous().t()
+    backward = restore._restore_backward_cuda
+    check(
+        backward(grad, rows, scores, indices, strided, True),
+        backward(grad, rows, scores, indices, slots, True),
+    )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_custom_ops import direct
@@ -23,8 +24,15 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 def test_plain_calls():
     x = torch.rand(3)
+    with torch.device("cpu"):
+        assert direct.is_plain(x) and direct.signature(x)
     assert direct.is_plain(x) and direct.is_plain(torch.nn.Parameter(x))
     assert direct.signature(x, None, torch.nn.Parameter(x))
     with torch.no_grad():
@@ -75,11 +83,13 @@ def test_modes_and_transforms_are_for_the_dispatcher():
     torch.compile(see, backend="eager")(x)
     with Mode():
         see(x)
-    with torch.device("cpu"):
+    with Functions():
+        see(x)
+    with torch.device("cpu"), Functions():
         see(x)
     with forward_ad.dual_level():
         see(x)
-    assert seen == [False] * len(seen) and len(seen) >= 18
+    assert seen == [False] * len(seen) and len(seen) >= 20
     assert direct.is_plain(x) and direct.signature(x)
 
 

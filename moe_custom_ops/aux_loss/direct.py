@@ -32,6 +32,7 @@ class _Plan:
         self.loss_from_tile_sums = kernels.loss_from_tile_sums(
             self.num_partials, self.loss_dtype, probs.device, total is not None
         )
+        self.scale_layout = (torch.Size(), (), self.loss_dtype, self.device, 0)
         self.counts_layout = direct.layout(tokens_per_expert)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
@@ -92,6 +93,7 @@ class _AuxLoss(torch.autograd.Function):
             or not direct.is_plain(grad)
             # A hook on saved tensors may have brought others.
             or direct.layout(tokens_per_expert) != plan.counts_layout
+            or (scale is not None and direct.layout(scale) != plan.scale_layout)
         ):
             if scale is None:
                 scale = torch.full_like(grad, ctx.number)

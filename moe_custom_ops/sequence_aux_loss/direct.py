@@ -34,6 +34,8 @@ class _Plan:
         self.tile_sums = kernels.tile_sums(*inputs, token_mask, self.num_slots)
         launches = kernels.loss_from_tile_sums(*inputs, self.num_slots)
         self.add_slots, self.add_sequences = launches
+        shape = torch.Size([tokens_per_expert.shape[0]])
+        self.scales_layout = (shape, (1,), self.loss_dtype, self.device, 0)
         self.counts_layout = direct.layout(tokens_per_expert)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
@@ -94,7 +96,7 @@ class _SequenceAuxLoss(torch.autograd.Function):
             or not direct.is_plain(grad)
             # A hook on saved tensors may have brought others.
             or direct.layout(tokens_per_expert) != plan.counts_layout
-            or not scales.is_contiguous()
+            or direct.layout(scales) != plan.scales_layout
         ):
             rows = ops.grad_rows(grad, scales, tokens_per_expert, plan.dtype)
         else:

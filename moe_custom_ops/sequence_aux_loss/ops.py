@@ -62,40 +62,25 @@ def _check_lengths(
     layout = "[batch, seq, experts] without cu_seqlens, [tokens, experts] with them"
     rank = 3 if cu_seqlens is None else 2
     checks.shape(OP, "probs", probs, layout, probs.dim() == rank)
-    counts = list(tokens_per_expert.shape)
     if cu_seqlens is None:
         expected = [probs.shape[0], probs.shape[2]]
-        checks.shape(
-            OP,
-            "tokens_per_expert",
-            tokens_per_expert,
-            f"[batch, experts] = {expected}",
-            tokens_per_expert.dim() == 2 and counts == expected,
-        )
+        description = f"[batch, experts] = {expected}"
+        checks.same_shape(OP, "tokens_per_expert", tokens_per_expert, expected, description)
     else:
         checks.shape(
             OP,
             "tokens_per_expert",
             tokens_per_expert,
             f"[sequences, experts] with experts = {probs.shape[1]}",
-            tokens_per_expert.dim() == 2 and counts[1] == probs.shape[1],
+            tokens_per_expert.dim() == 2 and tokens_per_expert.shape[1] == probs.shape[1],
         )
-        checks.shape(
-            OP,
-            "cu_seqlens",
-            cu_seqlens,
-            f"[sequences + 1] = [{counts[0] + 1}]",
-            cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == counts[0] + 1,
-        )
+        expected = [tokens_per_expert.shape[0] + 1]
+        description = f"[sequences + 1] = {expected}"
+        checks.same_shape(OP, "cu_seqlens", cu_seqlens, expected, description)
     if token_mask is not None:
         expected = list(probs.shape[:-1])
-        checks.shape(
-            OP,
-            "token_mask",
-            token_mask,
-            f"{expected}, that of probs without experts",
-            token_mask.dim() == rank - 1 and list(token_mask.shape) == expected,
-        )
+        description = f"{expected}, that of probs without experts"
+        checks.same_shape(OP, "token_mask", token_mask, expected, description)
 
 
 def check(

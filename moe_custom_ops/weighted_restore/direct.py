@@ -30,7 +30,9 @@ class _Plan:
         token_indices_sorted: Tensor,
         addend: Tensor | None,
         shape: tuple[int, ...],
+        op: str,
     ) -> None:
+        self.op = op
         self.kernels = load_kernels(__package__)
         self.device, self.dtype = rows.device, rows.dtype
         self.shape, self.stride = shape, _contiguous(shape)
@@ -44,6 +46,7 @@ class _Plan:
             None if x is None else direct.layout(x)
             for x in (rows, top_scores, token_indices_sorted)
         ]
+        self.slots_layout = (torch.Size(shape), self.stride, torch.int32, rows.device, 0)
         self.invert = self.kernels.invert(token_indices_sorted, self.num_assignments)
         self.restore = self.kernels.restore(
             rows,
@@ -67,7 +70,7 @@ class _Plan:
         slots = direct.empty(self.shape, self.stride, torch.int32, self.device)
         inverse, copy = slots, None
         if workspace is not None:
-            inverse = workspaces.scratch(ops.OP, workspace, self.num_assignments, torch.int32)
+            inverse = workspaces.scratch(self.op, workspace, self.num_assignments, torch.int32)
             copy = slots
         for launch in self.invert:
             launch(token_indices_sorted, inverse)
@@ -117,8 +120,10 @@ class _Restore(torch.autograd.Function):
         workspace: Tensor | None,
     ) -> Tensor:
         out, slots = plan.forward(rows, top_scores, token_indices_sorted, addend, workspace)
-        kept = rows if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(kept, top_scores, token_indices_sorted, slots)
+        need_rows, need_scores = ctx.needs_input_grad[:2]
+        if need_rows or need_scores:
+            kept = rows if need_scores else None
+            ctx.save_for_backward(kept, top_scores, token_indices_sorted, slots)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out
@@ -147,11 +152,11 @@ class _Restore(torch.autograd.Function):
 
 def _changed(saved: tuple[Tensor | None, ...], plan: _Plan) -> bool:
     """Whether a hook on saved tensors brought others than those that the plan was made for."""
-    *inputs, slots = saved
-    for x, layout in zip(inputs, plan.layouts, strict=True):
+    layouts = (*plan.layouts, plan.slots_layout)
+    for x, layout in zip(saved, layouts, strict=True):
         if x is not None and direct.layout(x) != layout:
             return True
-    return slots is None or not slots.is_contiguous() or slots.dtype != torch.int32
+    return False
 
 
 def weighted_restore(
@@ -177,7 +182,9 @@ def restore(
 ) -> Tensor | None:
     """The result, or None where the call is for the dispatcher."""
     # Numbers of other types are for the dispatcher and the checks.
-    if not (type(num_tokens) is type(topk) is int and num_tokens >= 0 and topk >= 1):
+    if not (type(num_tokens) is type(topk) is int):
+        return None
+    if not (0 <= num_tokens < 2**63 and 1 <= topk < 2**63):
         return None
     return _call("restore", rows, None, token_indices_sorted, num_tokens, topk, addend, workspace)
 
@@ -207,7 +214,8 @@ def _call(
         ops.check(
             op, rows, top_scores, token_indices_sorted, shape[:-1], shape[-1], addend, workspace
         )
-        plan = _PLANS.add(key, _Plan(rows, top_scores, token_indices_sorted, addend, shape))
+        plan = _Plan(rows, top_scores, token_indices_sorted, addend, shape, op)
+        _PLANS.add(key, plan)
     if torch.is_grad_enabled() and (
         rows.requires_grad
         or (top_scores is not None and top_scores.requires_grad)

@@ -78,13 +78,7 @@ def check(
     if addend is not None:
         expected = [*lead, rows.shape[1]]
         checks.dtype(op, "addend", addend, (rows.dtype,))
-        checks.shape(
-            op,
-            "addend",
-            addend,
-            f"[*, H] = {expected}",
-            addend.dim() == len(expected) and list(addend.shape) == expected,
-        )
+        checks.same_shape(op, "addend", addend, expected, f"[*, H] = {expected}")
         checks.same_device(op, "addend", addend, rows, "rows")
     checks.no_forward_tangent(op, rows, top_scores, addend)
     if workspace is not None:
@@ -93,26 +87,32 @@ def check(
 
 
 def _check_inner(
+    op: str,
     num_rows: int,
-    top_scores: Tensor | None,
-    token_indices_sorted: Tensor,
+    num_columns: int,
     shape: Sequence[int],
+    token_indices_sorted: Tensor,
+    top_scores: Tensor | None,
+    addend: Tensor | None = None,
 ) -> None:
     """What the CUDA implementations rely on; anyone can call the inner ops."""
-    checks.shape(
-        OP,
+    checks.same_shape(
+        op,
         "token_indices_sorted",
         token_indices_sorted,
+        [num_rows],
         f"[N] = [{num_rows}], one entry per row",
-        token_indices_sorted.dim() == 1 and token_indices_sorted.shape[0] == num_rows,
     )
     if top_scores is not None:
-        same = list(top_scores.shape) == list(shape)
-        checks.shape(OP, "top_scores", top_scores, f"{list(shape)}, that of the slots", same)
+        description = f"{list(shape)}, that of the slots"
+        checks.same_shape(op, "top_scores", top_scores, shape, description)
+    if addend is not None:
+        expected = [*shape[:-1], num_columns]
+        checks.same_shape(op, "addend", addend, expected, f"[*, H] = {expected}")
 
 
-def _inverse(workspace: Tensor, num_assignments: int) -> Tensor:
-    return workspaces.scratch(OP, workspace, num_assignments, torch.int32)
+def _inverse(op: str, workspace: Tensor, num_assignments: int) -> Tensor:
+    return workspaces.scratch(op, workspace, num_assignments, torch.int32)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -126,14 +126,15 @@ def invert_permutation(
 ) -> None:
     """Write the row of each assignment to ``workspace`` as int32, or -1 where no row holds it."""
     inverse = reference.invert(token_indices_sorted, num_assignments)
-    _inverse(workspace, num_assignments).copy_(inverse)
+    _inverse("invert_permutation", workspace, num_assignments).copy_(inverse)
 
 
 @invert_permutation.register_kernel("cuda")
 def _invert_permutation_cuda(
     token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor
 ) -> None:
-    _invert(token_indices_sorted, _inverse(workspace, num_assignments))
+    inverse = _inverse("invert_permutation", workspace, num_assignments)
+    _invert(token_indices_sorted, inverse)
 
 
 def _invert(token_indices_sorted: Tensor, inverse: Tensor) -> None:
@@ -168,7 +169,7 @@ def restore_gather(
         inverse = reference.invert(token_indices_sorted, slots.numel())
     else:
         # The scratch is the caller's: an entry outside the rows means that no row holds it.
-        inverse = _inverse(workspace, slots.numel())
+        inverse = _inverse("restore_gather", workspace, slots.numel())
         inverse = torch.where((inverse < 0) | (inverse >= rows.shape[0]), -1, inverse)
     slots.copy_(inverse.view(slots.shape))
     scores = None if top_scores is None else flat(top_scores)
@@ -188,7 +189,8 @@ def _restore_gather_cuda(
     workspace: Tensor | None,
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    _check_inner(rows.shape[0], top_scores, token_indices_sorted, shape)
+    name, (num_rows, num_columns) = "restore_gather", rows.shape
+    _check_inner(name, num_rows, num_columns, shape, token_indices_sorted, top_scores, addend)
     out, slots = _empty_results(rows, shape)
     scores = None if top_scores is None else flat(top_scores)
     flat_addend = None if addend is None else flat(addend)
@@ -197,7 +199,8 @@ def _restore_gather_cuda(
         inverse, copy = slots, None
         _invert(token_indices_sorted, slots)
     else:
-        inverse, copy = _inverse(workspace, slots.numel()), slots
+        inverse = _inverse("restore_gather", workspace, slots.numel())
+        copy = slots
     launch = load_kernels(__package__).restore(rows, scores, flat_addend, num_tokens, topk)
     launch(rows, scores, inverse, flat_addend, out, copy)
     return out, slots
@@ -255,10 +258,17 @@ def _restore_backward_cuda(
     slots: Tensor,
     need_rows: bool,
 ) -> tuple[Tensor, Tensor]:
+    name, num_columns = "restore_backward", grad.shape[-1]
     num_rows = token_indices_sorted.shape[0] if rows is None else rows.shape[0]
-    _check_inner(num_rows, top_scores, token_indices_sorted, slots.shape)
-    same = list(slots.shape[:-1]) == list(grad.shape[:-1])
-    checks.shape(OP, "slots", slots, f"[*, K] for a gradient of shape {list(grad.shape)}", same)
+    _check_inner(name, num_rows, num_columns, slots.shape, token_indices_sorted, top_scores)
+    if rows is not None:
+        expected = [num_rows, num_columns]
+        checks.same_shape(name, "rows", rows, expected, f"[N, H] = {expected}")
+    expected = [*slots.shape[:-1], num_columns]
+    checks.same_shape(name, "grad", grad, expected, f"[*, H] = {expected}")
+    checks.dtype(name, "slots", slots, (torch.int32,))
+    # A hook on saved tensors may have brought them with other strides.
+    slots = slots.contiguous()
     grad_rows, grad_scores = _empty_grads(
         grad, rows, top_scores, token_indices_sorted, slots, need_rows
     )
@@ -309,8 +319,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     rows, top_scores, token_indices_sorted = inputs[:3]
     _, slots = output
     # Only the gradient of the scores reads the rows: a frozen router does not keep them alive.
-    kept = rows if ctx.needs_input_grad[1] else None
-    ctx.save_for_backward(kept, top_scores, token_indices_sorted, slots)
+    need_rows, need_scores = ctx.needs_input_grad[:2]
+    if need_rows or need_scores:
+        kept = rows if need_scores else None
+        ctx.save_for_backward(kept, top_scores, token_indices_sorted, slots)
     ctx.mark_non_differentiable(slots)
     ctx.set_materialize_grads(False)
 

@@ -67,8 +67,9 @@ def test_the_gradient_is_a_row_from_one_launch(launched, kernel_device):
     assert launched == ["_grad_rows_kernel"]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 129])
-@pytest.mark.parametrize("columns", [1, 7, 2304])
+@pytest.mark.parametrize(
+    ("num_tokens", "columns"), [(0, 1), (0, 2304), (1, 7), (129, 7), (129, 1), (9, 2304)]
+)
 def test_sizes_and_strides(num_tokens, columns, launched, kernel_device):
     probs, counts = make_probs(num_tokens, columns)
     call = (max(num_tokens, 1), columns, 1, 0.1)

@@ -200,6 +200,36 @@ def test_saved_tensors_that_come_back_with_other_strides(launched, kernel_device
         assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("change", ["strides", "alignment"])
+def test_slots_that_come_back_changed(change, launched, kernel_device):
+    rows, scores, indices, _, grad = make()
+    call = (rows, scores, indices, None, grad)
+    expected = results(through_the_dispatcher, *call, "cpu")
+
+    def unpack(x):
+        if x.dtype != torch.int32:
+            return x
+        if change == "strides":
+            return x.t().contiguous().t()
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    for function in (weighted_restore, through_the_dispatcher):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            actual = results(function, *call, kernel_device)
+        for a, b in zip(actual, expected, strict=True):
+            assert_same_bits(a, b)
+    assert BACKWARD not in launched or kernel_device == "cuda"
+
+
+def test_what_the_backward_does_not_read_is_not_saved(launched, kernel_device):
+    rows, scores, indices, addend, _ = (x.to(kernel_device) for x in make())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        for function in (weighted_restore, torch.ops.moe.weighted_restore):
+            function(rows, scores, indices, addend.clone().requires_grad_())
+    assert not kept
+
+
 @pytest.mark.parametrize(("change", "error", "message"), BAD_CALLS)
 def test_bad_input(change, error, message, launched, kernel_device):
     good = bad({})

@@ -107,12 +107,12 @@ def test_the_ways_to_invert(dropped, kernel_device, monkeypatch):
     """In one program, and by one kernel after the other."""
     from moe_custom_ops.weighted_restore import kernels
 
-    rows, scores, indices, addend, grad = inputs(700, 3, 5, alignment=8)
-    indices[:4] = indices[600]
+    rows, scores, indices, addend, grad = inputs(90, 3, 2, alignment=8)
+    indices[:4] = indices[200]
     kept = slice(dropped, None)
     for at_once in (2**20, 0):
         monkeypatch.setattr(kernels, "INVERT_AT_ONCE", at_once)
-        assert len(kernels.invert(indices, 2100)) == (1 if at_once else 2)
+        assert len(kernels.invert(indices, 270)) == (1 if at_once else 2)
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 

@@ -110,6 +110,21 @@ def test_one_graph_for_all_token_counts():
             assert graphs() == 1
 
 
+def test_a_token_count_that_depends_on_data():
+    rows, indices, addend = make(num_tokens=3, topk=2)
+
+    def call(rows, indices, num_tokens, addend):
+        num_tokens = num_tokens.item()
+        torch._check(num_tokens >= 0)
+        return restore(rows, indices, num_tokens, 2, addend)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = compile_fresh(call, "aot_eager")
+        for given in (addend, None):
+            out = compiled(rows, indices, torch.tensor(3), given)
+            assert_same_bits(out, restore(rows, indices, 3, 2, given))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -125,6 +140,8 @@ def test_one_graph_for_all_token_counts():
         ({"num_tokens": -1}, ValueError, "num_tokens must be at least 0, got -1"),
         ({"num_tokens": 7.0}, TypeError, "num_tokens must be an int, got float"),
         ({"num_tokens": 2**30}, ValueError, r"num_tokens \* topk must be of fewer than 2\^31"),
+        ({"num_tokens": 2**63}, ValueError, "num_tokens must fit 64 bits, got 9223372036854775808"),
+        ({"topk": 2**63}, ValueError, "topk must fit 64 bits, got 9223372036854775808"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
         ({"topk": True}, TypeError, "topk must be an int, got bool"),
         ({"addend": torch.ones(7, 19)}, ValueError, r"addend must be .*\[7, 20\], got \[7, 19\]"),
