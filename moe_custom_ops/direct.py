@@ -1,7 +1,7 @@
 """What the documented functions need to go past the dispatcher in plain eager mode.
 
-A registered op costs 50 to 100 us of host time per call with gradients, a bare launch about 12 us.
-Where the dispatcher would find nothing but autograd and CUDA, a call takes the direct path: one
+On the host of an H200, aux_loss forward and backward took 1094 us through the registered ops and 203 us
+past them. Where the dispatcher would find nothing but autograd and CUDA, a call takes the direct path: one
 ``autograd.Function`` around the launches. Everywhere else it takes ``torch.ops.moe``: under a
 compiler, a mode, a transform or a trace, with subclasses, on other devices.
 
@@ -37,7 +37,7 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _is_plain_mode() -> bool:
-    """Each question takes 0.1 us. Those for dispatch keys would be fewer, but take 2 us each."""
+    """Questions that take about 0.1 us each; those for dispatch keys are fewer, but took 2 us."""
     return not (
         # First of all, as Dynamo knows none of the rest.
         is_compiling()

@@ -193,6 +193,21 @@ def test_mixed_dtypes_in_double_backward():
         assert grad.isfinite().all() and (grad != 0).any()
 
 
+def test_double_backward_under_autocast():
+    rows, scores, indices, _ = make(dtype=torch.bfloat16)
+
+    def second(autocast):
+        leaves = [rows.clone().requires_grad_(), scores.clone().requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = weighted_restore(*leaves, indices)
+            grads = torch.autograd.grad(out.float().square().sum(), leaves, create_graph=True)
+            return torch.autograd.grad(sum(g.float().square().sum() for g in grads), leaves)
+
+    for plain, cast in zip(second(False), second(True), strict=True):
+        assert_same_bits(cast, plain)
+        assert plain.abs().sum() > 0
+
+
 def test_padding_rows_may_hold_anything():
     rows, scores, indices, addend = make(alignment=4)
     padding = (indices < 0) | (indices >= scores.numel())
