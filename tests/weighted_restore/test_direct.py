@@ -46,8 +46,7 @@ def results(call, rows, scores, indices, addend, grad, device, workspace=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lead", [(6,), (2, 3), (2, 1, 3)])
-@pytest.mark.parametrize("with_addend", [False, True])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("with_addend", "given"), [(False, True), (True, False)])
 def test_bits(dtype, lead, with_addend, given, launched, kernel_device):
     rows, scores, indices, addend, grad = make(dtype, lead)
     addend = addend if with_addend else None

@@ -116,10 +116,15 @@ def test_the_ways_to_invert(dropped, kernel_device, monkeypatch):
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
-@pytest.mark.parametrize("hidden", [0, 1, 7, 130, 256, 2880, 7176, 8192])
 @pytest.mark.parametrize("topk", [1, 3, 8])
+@pytest.mark.parametrize("hidden", [0, 1, 7, 130, 256, 2880])
 def test_shapes(hidden, topk, kernel_device):
     check(*inputs(5, topk, hidden), kernel_device)
+
+
+@pytest.mark.parametrize("hidden", [7168, 7176, 8192])
+def test_wide_rows(hidden, kernel_device):
+    check(*inputs(2, 2, hidden, torch.bfloat16), kernel_device)
 
 
 def test_many_assignments_per_token(kernel_device):
