@@ -40,6 +40,11 @@ def float64_bits(x: float) -> int:
     return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
+def float64_of(bits: int) -> float:
+    """The inverse of :func:`float64_bits`."""
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
+
+
 def as_bytes(mask: Tensor | None) -> Tensor | None:
     """A bool mask as kernels read it."""
     return None if mask is None else mask.view(torch.uint8)

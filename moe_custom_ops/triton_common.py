@@ -27,6 +27,11 @@ PREFETCH_PROGRAMS = tl.constexpr(2048)
 # Columns of one program that writes rows of an auxiliary loss's gradient.
 GRAD_BLOCK = 1024
 
+_RUNTIME = triton.knobs.runtime
+# What Triton asks too; a build of PyTorch for the CPU has neither.
+_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_get_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -275,23 +280,28 @@ class Launch:
     ) -> None:
         if overlap:
             options["OVERLAP"] = options["launch_pdl"] = _can_overlap(device)
-        self.kernel, self.grid, self.device = kernel, (num_programs, 1, 1), device
+        self.kernel, self.grid, self.index = kernel, (num_programs, 1, 1), device.index
         self.arguments, self.options = arguments, {"enable_fp_fusion": False, **options}
         self.compiled: tuple[Any, ...] | None = None
 
     def __call__(self, *first: Any) -> None:
-        index = self.device.index
-        if (
-            self.compiled is not None
-            and index == torch._C._cuda_getDevice()
-            and not _has_launch_hooks()
-        ):
+        index = self.index
+        if self.compiled is not None and index == _get_device() and not _has_launch_hooks():
             run, function, metadata, constants = self.compiled
-            stream = torch._C._cuda_getCurrentRawStream(index)
             # As addresses: of a tensor, Triton asks the driver whether its memory is on a GPU.
             pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in first]
             # No launch metadata, and no hook before or behind it.
-            run(*self.grid, stream, function, metadata, None, None, None, *pointers, *constants)
+            run(
+                *self.grid,
+                _get_stream(index),
+                function,
+                metadata,
+                None,
+                None,
+                None,
+                *pointers,
+                *constants,
+            )
         elif self.grid[0] == 0:
             return
         elif index is None:  # on the CPU, under the interpreter
@@ -311,7 +321,7 @@ class Launch:
 
 def _has_launch_hooks() -> bool:
     """A profiler's, which Triton calls with what a launch does."""
-    hook = triton.knobs.runtime.launch_enter_hook
+    hook = _RUNTIME.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
 
 

@@ -44,13 +44,13 @@ def gpu(monkeypatch):
             pass
 
     stream = lambda index: f"stream {index}"  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
+    monkeypatch.setattr(triton_common, "_get_device", lambda: current.device)
+    monkeypatch.setattr(triton_common, "_get_stream", stream)
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(triton_common, "_can_overlap", lambda device: True)
     hook = types.SimpleNamespace(calls=current.hooks)
     runtime = types.SimpleNamespace(launch_enter_hook=hook)
-    monkeypatch.setattr(triton_common.triton, "knobs", types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(triton_common, "_RUNTIME", runtime)
     return current
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks, direct
 from .. import workspace as workspaces
-from ..backend import as_bytes, float64_bits, load_kernels
+from ..backend import as_bytes, float64_bits, float64_of, load_kernels
 from ..fixed_order import accumulator_dtype
 from . import ops
 
@@ -26,7 +26,7 @@ class _Plan:
         kernels = load_kernels(__package__)
         self.shape, self.dtype, self.device = probs.shape, probs.dtype, probs.device
         self.loss_dtype = accumulator_dtype(probs.dtype)
-        self.numerator = numerator
+        self.numerator, self.numerator_bits = numerator, float64_bits(numerator)
         _, self.num_partials = kernels.num_partials(*probs.shape)
         self.tile_sums = kernels.tile_sums(probs, tokens_per_expert, token_mask)
         self.loss_from_tile_sums = kernels.loss_from_tile_sums(
@@ -43,8 +43,8 @@ class _Plan:
         total: Tensor | int,
         token_mask: Tensor | None,
         workspace: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, float]:
-        """(loss, C as a tensor where the total is one, C as a number where it is not)"""
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """(loss, C where the total is a tensor, the bits of C as a float64 where it is not)"""
         dtype, device = self.loss_dtype, self.device
         if workspace is None:
             partials = direct.empty((self.num_partials,), (1,), dtype, device)
@@ -52,20 +52,19 @@ class _Plan:
             partials = workspaces.scratch(ops.OP, workspace, self.num_partials, dtype)
         loss = direct.empty((), (), dtype, device)
         self.tile_sums(probs, tokens_per_expert, as_bytes(token_mask), partials)
-        number = self.numerator
         if isinstance(total, int):
-            number = number / total / total
-            self.loss_from_tile_sums(partials, None, loss, None, float64_bits(number))
-            return loss, None, number
+            bits = float64_bits(self.numerator / total / total)
+            self.loss_from_tile_sums(partials, None, loss, None, bits)
+            return loss, None, bits
         scale = direct.empty((), (), dtype, device)
-        self.loss_from_tile_sums(partials, total, loss, scale, float64_bits(number))
-        return loss, scale, number
+        self.loss_from_tile_sums(partials, total, loss, scale, self.numerator_bits)
+        return loss, scale, 0
 
     def backward(
-        self, grad: Tensor, scale: Tensor | None, number: float, tokens_per_expert: Tensor
+        self, grad: Tensor, scale: Tensor | None, scale_bits: int, tokens_per_expert: Tensor
     ) -> Tensor:
         row = direct.empty((self.shape[1],), (1,), self.dtype, self.device)
-        self.grad_rows(grad, scale, tokens_per_expert, row, float64_bits(number))
+        self.grad_rows(grad, scale, tokens_per_expert, row, scale_bits)
         return row
 
 
@@ -76,7 +75,7 @@ class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: Tensor, plan: _Plan, constants: tuple[Any, ...]) -> Tensor:
         tokens_per_expert, _, token_mask, _ = constants
-        loss, scale, ctx.number = plan.forward(probs, *constants)
+        loss, scale, ctx.scale_bits = plan.forward(probs, *constants)
         ctx.save_for_backward(tokens_per_expert, token_mask, scale)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -96,10 +95,10 @@ class _AuxLoss(torch.autograd.Function):
             or (scale is not None and direct.layout(scale) != plan.scale_layout)
         ):
             if scale is None:
-                scale = torch.full_like(grad, ctx.number)
+                scale = torch.full_like(grad, float64_of(ctx.scale_bits))
             row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
         else:
-            row = plan.backward(grad, scale, ctx.number, tokens_per_expert)
+            row = plan.backward(grad, scale, ctx.scale_bits, tokens_per_expert)
         return ops.expand_row(row, plan.shape, token_mask), None, None
 
 
