@@ -160,7 +160,6 @@ def sum_tokens(
     column_mask,
     COUNT: tl.constexpr,
     ACC: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """Tree over ``COUNT`` consecutive tokens of each group, in registers: [GROUPS, BLOCK_C].
 
@@ -168,7 +167,7 @@ def sum_tokens(
     """
     if COUNT == 1:
         token_mask = tokens < num_tokens
-        if HAS_MASK:
+        if token_mask_ptr is not None:
             kept = tl.load(token_mask_ptr + tokens * stride_m, mask=token_mask, other=0) != 0
             token_mask = token_mask & kept
         mask = token_mask[:, None] & column_mask[None, :]
@@ -187,7 +186,6 @@ def sum_tokens(
             column_mask,
             HALF,
             ACC,
-            HAS_MASK,
         )
         ptrs += HALF * stride_t
         right = sum_tokens(
@@ -200,7 +198,6 @@ def sum_tokens(
             column_mask,
             HALF,
             ACC,
-            HAS_MASK,
         )
         return left + right
 

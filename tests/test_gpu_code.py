@@ -113,7 +113,7 @@ def test_aux_loss(dtype, shape, masked, ptx):
     partials, scale = torch.empty(count, dtype=acc), torch.empty((), dtype=acc)
     kernels.tile_sums(probs, counts, mask)(probs, counts, as_bytes(mask), partials)
     total = torch.tensor(5) if masked else None
-    add_tiles = kernels.loss_from_tile_sums(count, acc, probs.device, masked)
+    add_tiles = kernels.loss_from_tile_sums(count, acc, probs.device)
     add_tiles(partials, total, scale, scale if masked else None, float64_bits(0.1))
     rows = torch.empty(shape[1], dtype=dtype)
     given = scale if masked else None

@@ -30,7 +30,7 @@ class _Plan:
         _, self.num_partials = kernels.num_partials(*probs.shape)
         self.tile_sums = kernels.tile_sums(probs, tokens_per_expert, token_mask)
         self.loss_from_tile_sums = kernels.loss_from_tile_sums(
-            self.num_partials, self.loss_dtype, probs.device, total is not None
+            self.num_partials, self.loss_dtype, probs.device
         )
         self.scale_layout = (torch.Size(), (), self.loss_dtype, self.device, 0)
         self.counts_layout = direct.layout(tokens_per_expert)

@@ -52,7 +52,6 @@ def _aux_loss_tile_sums_kernel(
     GROUPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -88,7 +87,6 @@ def _aux_loss_tile_sums_kernel(
         column_mask,
         GROUP_TOKENS,
         ACC,
-        HAS_MASK,
     )
     # Loaded after the tokens: loaded first, its conversion held their loads up, and the kernel took
     # 1.1 to 1.7 times as long on an H200.
@@ -109,7 +107,6 @@ def _aux_loss_from_tile_sums_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
-    DEVICE_TOTAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_previous_kernel(OVERLAP, True)
@@ -125,7 +122,7 @@ def _aux_loss_from_tile_sums_kernel(
     total_sum = tree_sum(tl.reshape(block_sums, [1, MAX_BLOCKS]))  # [1]
 
     scale = float64_from_bits(scale_bits)
-    if DEVICE_TOTAL:
+    if total_ptr is not None:
         total = tl.load(total_ptr).to(tl.float64)
         scale = tl.where(total == 0.0, 0.0, scale / total / total).to(ACC)
         loss = tl.where(total == 0.0, 0.0, scale * total_sum)
@@ -165,16 +162,13 @@ def tile_sums(
         GROUPS=groups,
         BLOCK_C=block_c,
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
-        HAS_MASK=token_mask is not None,
         RUN_AHEAD=count > FEW_PROGRAMS,
         num_warps=num_warps,
         overlap=True,
     )
 
 
-def loss_from_tile_sums(
-    num_partials: int, dtype: torch.dtype, device: torch.device, device_total: bool
-) -> Launch:
+def loss_from_tile_sums(num_partials: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """Of (partials, total, loss, scale, bits of a float64).
 
     Adds ``partials`` by the tree over tiles, and writes the loss and, if asked for, the scale that
@@ -190,7 +184,6 @@ def loss_from_tile_sums(
         BLOCK=min(next_power_of_2(num_partials), FINAL_BLOCK),
         MAX_BLOCKS=next_power_of_2(blocks),
         ACC=TRITON_DTYPES[dtype],
-        DEVICE_TOTAL=device_total,
         num_warps=4,
         overlap=True,
     )

@@ -183,7 +183,7 @@ def _aux_loss_from_tile_sums_cuda(
         if total_int == 0:
             return loss.zero_(), loss_scale.zero_()
         scale = scale / total_int / total_int
-    launch = kernels.loss_from_tile_sums(count, dtype, probs.device, total is not None)
+    launch = kernels.loss_from_tile_sums(count, dtype, probs.device)
     launch(partials, total, loss, loss_scale, float64_bits(scale))
     return loss, loss_scale
 

@@ -63,8 +63,6 @@ def _sequence_tile_sums_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ACC: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -74,8 +72,8 @@ def _sequence_tile_sums_kernel(
     first_column = (pid % CHUNKS) * BLOCK_C
     tiles = (num_tokens + BLOCK_T - 1) // BLOCK_T
     # The bounds of a pack may not be read yet; this is near the tokens that they will give.
-    near_ptr = probs_ptr if PACKED else probs_ptr + slot // tiles * stride_b
-    near_token = (slot if PACKED else slot % tiles) * BLOCK_T
+    near_ptr = probs_ptr if cu_seqlens_ptr is not None else probs_ptr + slot // tiles * stride_b
+    near_token = (slot if cu_seqlens_ptr is not None else slot % tiles) * BLOCK_T
     prefetch_tile(
         near_ptr,
         near_token,
@@ -89,7 +87,7 @@ def _sequence_tile_sums_kernel(
         OVERLAP,
     )
     wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
-    if PACKED:
+    if cu_seqlens_ptr is not None:
         # The sequence whose slots hold this one is the last that begins at it or before it. Its
         # bounds come from the same loads: to load them by its number cost a further latency.
         sequence = slot * 0 - 1
@@ -121,7 +119,7 @@ def _sequence_tile_sums_kernel(
     own_probs_ptr = probs_ptr + sequence * stride_b + first * stride_t
     ptrs = own_probs_ptr + tokens[:, None] * stride_t + columns[None, :] * stride_c
     own_mask_ptr = token_mask_ptr
-    if HAS_MASK:
+    if token_mask_ptr is not None:
         own_mask_ptr = token_mask_ptr + sequence * stride_mb + first * stride_m
     sums = sum_tokens(
         ptrs,
@@ -133,7 +131,6 @@ def _sequence_tile_sums_kernel(
         column_mask,
         GROUP_TOKENS,
         ACC,
-        HAS_MASK,
     )
     counts_ptr = tokens_per_expert_ptr + sequence * stride_nb
     counts = tl.load(counts_ptr + columns * stride_n, mask=column_mask, other=0).to(ACC)
@@ -143,7 +140,7 @@ def _sequence_tile_sums_kernel(
     if pid % CHUNKS == 0:
         own_tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         counted = own_tokens < length
-        if HAS_MASK:
+        if token_mask_ptr is not None:
             kept = tl.load(own_mask_ptr + own_tokens * stride_m, mask=counted, other=0)
             counted = counted & (kept != 0)
         tl.store(tile_lengths_ptr + slot, tl.sum(counted.to(tl.int32), axis=0))
@@ -163,12 +160,11 @@ def _sequence_sums_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
-    PACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_previous_kernel(OVERLAP, True)
     sequence = tl.program_id(0).to(tl.int64)
-    if PACKED:
+    if cu_seqlens_ptr is not None:
         start = _bound(cu_seqlens_ptr, sequence, stride_cu, num_tokens, True)
         end = _bound(cu_seqlens_ptr, sequence + 1, stride_cu, num_tokens, True)
         tiles = (tl.maximum(end - start, 0) + BLOCK_T - 1) // BLOCK_T
@@ -250,9 +246,8 @@ def tile_sums(
     """
     num_tokens, num_columns = probs.shape[-2:]
     num_sequences = tokens_per_expert.shape[0]
-    packed = cu_seqlens is not None
     slots = num_slots if num_sequences else 0
-    if not packed:
+    if cu_seqlens is None:
         slots = num_sequences * num_tiles(num_tokens, num_columns)
     chunks = num_chunks(num_slots, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
@@ -274,8 +269,6 @@ def tile_sums(
         BLOCK_C=block_c,
         BLOCK_B=min(next_power_of_2(num_sequences + 1), SEARCH_BLOCK),
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
-        PACKED=packed,
-        HAS_MASK=token_mask is not None,
         RUN_AHEAD=slots * chunks > FEW_PROGRAMS,
         num_warps=num_warps,
         maxnreg=max_registers(block_t, block_c, probs.dtype, num_warps, groups),
@@ -308,7 +301,6 @@ def loss_from_tile_sums(
         BLOCK=block,
         MAX_BLOCKS=steps,
         ACC=acc,
-        PACKED=cu_seqlens is not None,
         num_warps=4,
         overlap=True,
     )

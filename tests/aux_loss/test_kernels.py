@@ -32,7 +32,7 @@ def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=None, 
         device_total = total.to(device)
     else:
         host_scale = host_scale / total / total if total else 0.0
-    add_tiles = kernels.loss_from_tile_sums(count, dtype, loss.device, device_total is not None)
+    add_tiles = kernels.loss_from_tile_sums(count, dtype, loss.device)
     add_tiles(partials, device_total, loss, scale, float64_bits(host_scale))
     return loss.cpu(), scale.cpu()
 
