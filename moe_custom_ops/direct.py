@@ -10,6 +10,7 @@ What checks and launchers read of the arguments is a call's signature. A plan is
 it, so a call whose signature was seen before needs neither.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch._C import (
     _get_function_stack_at,
     _get_tracing_state,
-    _has_storage,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
@@ -56,23 +56,10 @@ def _has_function_mode() -> bool:
     return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
-def is_plain(x: Any) -> bool:
-    """Whether ``x`` is a plain CUDA tensor, in plain eager mode."""
-    return (
-        _is_plain_mode()
-        and type(x) in _TENSORS
-        and x.is_cuda is CUDA
-        # Sparse tensors have none, and neither has a gradient under is_grads_batched.
-        and _has_storage(x)
-        and not x.is_neg()
-        and not x._is_zerotensor()
-    )
-
-
 def signature(*tensors: Any) -> list[Any] | None:
-    """What checks and launchers read of ``tensors``, or None where one is not plain.
+    """What checks and launchers read of ``tensors``, or None unless all are plain CUDA tensors.
 
-    Any of them may be None. This asks what ``is_plain`` does, in fewer calls.
+    Any of them may be None.
     """
     if not _is_plain_mode():
         return None
@@ -88,14 +75,22 @@ def signature(*tensors: Any) -> list[Any] | None:
                 parts.append((x.shape, x.stride(), x.dtype, x.device, address % 16))
             else:
                 return None
-    except RuntimeError:  # a tensor without storage or strides
+    except RuntimeError:  # no storage: a sparse tensor, or a gradient under is_grads_batched
         return None
     return parts
 
 
-def layout(x: Tensor) -> tuple[Any, ...]:
-    """What a launch that was made for a tensor of this shape depends on."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+def fresh(shape: Sequence[int], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Any:
+    """The part of a signature that is of an :func:`empty` tensor on the device of ``like``."""
+    return torch.Size(shape), stride, dtype, like.device, 0
+
+
+def unchanged(saved: list[Any], parts: Sequence[Any]) -> bool:
+    """Whether saved tensors, but for those not kept, are what a plan was made for.
+
+    A hook may have brought others.
+    """
+    return all(own is None or own == part for own, part in zip(saved, parts, strict=True))
 
 
 def empty(
@@ -111,7 +106,7 @@ def empty(
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply`` after :func:`is_plain`, which has looked for functorch as it would."""
+    """``function.apply`` after :func:`signature`, which has looked for functorch as it would."""
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 

@@ -19,9 +19,9 @@ class _Plan:
         self,
         probs: Tensor,
         tokens_per_expert: Tensor,
-        total: Tensor | None,
         token_mask: Tensor | None,
         numerator: float,
+        counts_part: Any,
     ) -> None:
         kernels = load_kernels(__package__)
         self.shape, self.dtype, self.device = probs.shape, probs.dtype, probs.device
@@ -32,8 +32,7 @@ class _Plan:
         self.loss_from_tile_sums = kernels.loss_from_tile_sums(
             self.num_partials, self.loss_dtype, probs.device
         )
-        self.scale_layout = (torch.Size(), (), self.loss_dtype, self.device, 0)
-        self.counts_layout = direct.layout(tokens_per_expert)
+        self.saved = counts_part, direct.fresh((), (), self.loss_dtype, probs)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
     def forward(
@@ -87,13 +86,8 @@ class _AuxLoss(torch.autograd.Function):
             return None, None, None
         tokens_per_expert, token_mask, scale = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        if (
-            torch.is_grad_enabled()
-            or not direct.is_plain(grad)
-            # A hook on saved tensors may have brought others.
-            or direct.layout(tokens_per_expert) != plan.counts_layout
-            or (scale is not None and direct.layout(scale) != plan.scale_layout)
-        ):
+        parts = direct.signature(grad, tokens_per_expert, scale)
+        if parts is None or torch.is_grad_enabled() or not direct.unchanged(parts[1:], plan.saved):
             if scale is None:
                 scale = torch.full_like(grad, float64_of(ctx.scale_bits))
             row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
@@ -133,7 +127,8 @@ def aux_loss(
             probs, tokens_per_expert, total_num_tokens, num_experts, topk, workspace, token_mask
         )
         numerator = num_experts * coeff / topk
-        plan = _PLANS.add(key, _Plan(probs, tokens_per_expert, total, token_mask, numerator))
+        plan = _Plan(probs, tokens_per_expert, token_mask, numerator, tensors[1])
+        _PLANS.add(key, plan)
     constants = (
         checks.constant(tokens_per_expert),
         total_num_tokens,

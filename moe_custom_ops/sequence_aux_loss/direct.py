@@ -22,6 +22,7 @@ class _Plan:
         token_mask: Tensor | None,
         workspace: Tensor,
         numerator: float,
+        counts_part: Any,
     ) -> None:
         kernels = load_kernels(__package__)
         self.shape, self.dtype, self.device = probs.shape, probs.dtype, probs.device
@@ -34,9 +35,8 @@ class _Plan:
         self.tile_sums = kernels.tile_sums(*inputs, token_mask, self.num_slots)
         launches = kernels.loss_from_tile_sums(*inputs, self.num_slots)
         self.add_slots, self.add_sequences = launches
-        shape = torch.Size([tokens_per_expert.shape[0]])
-        self.scales_layout = (shape, (1,), self.loss_dtype, self.device, 0)
-        self.counts_layout = direct.layout(tokens_per_expert)
+        shape = (tokens_per_expert.shape[0],)
+        self.saved = counts_part, direct.fresh(shape, (1,), self.loss_dtype, probs)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
 
     def forward(
@@ -90,14 +90,9 @@ class _SequenceAuxLoss(torch.autograd.Function):
         if grad is None:
             return None, None, None
         tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
-        plan = ctx.plan
-        if (
-            torch.is_grad_enabled()
-            or not direct.is_plain(grad)
-            # A hook on saved tensors may have brought others.
-            or direct.layout(tokens_per_expert) != plan.counts_layout
-            or direct.layout(scales) != plan.scales_layout
-        ):
+        plan: _Plan = ctx.plan
+        parts = direct.signature(grad, tokens_per_expert, scales)
+        if parts is None or torch.is_grad_enabled() or not direct.unchanged(parts[1:], plan.saved):
             rows = ops.grad_rows(grad, scales, tokens_per_expert, plan.dtype)
         else:
             rows = plan.backward(grad, scales, tokens_per_expert)
@@ -125,7 +120,8 @@ def sequence_aux_loss(
     if plan is None:
         scratch = ops.check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
         numerator = probs.shape[-1] * coeff / topk
-        plan = _Plan(probs, tokens_per_expert, cu_seqlens, token_mask, scratch, numerator)
+        inputs = probs, tokens_per_expert, cu_seqlens, token_mask
+        plan = _Plan(*inputs, scratch, numerator, tensors[1])
         _PLANS.add(key, plan)
     constants = (checks.constant(tokens_per_expert), cu_seqlens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():

@@ -16,10 +16,6 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(1, math.prod(shape[i + 1 :])) for i in range(len(shape)))
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else ops.flat(x)
-
-
 class _Plan:
     """Launches and sizes of the calls of one signature."""
 
@@ -31,6 +27,7 @@ class _Plan:
         addend: Tensor | None,
         shape: tuple[int, ...],
         op: str,
+        parts: list[Any],
     ) -> None:
         self.op = op
         self.kernels = load_kernels(__package__)
@@ -42,20 +39,16 @@ class _Plan:
         self.rows_stride = _contiguous(self.rows_shape)
         self.scores_dtype = None if top_scores is None else top_scores.dtype
         self.num_assignments, self.topk = math.prod(shape), shape[-1]
-        self.layouts = [
-            None if x is None else direct.layout(x)
-            for x in (rows, top_scores, token_indices_sorted)
-        ]
-        self.slots_layout = (torch.Size(shape), self.stride, torch.int32, rows.device, 0)
+        self.saved = *parts[:3], direct.fresh(shape, self.stride, torch.int32, rows)
         self.invert = self.kernels.invert(token_indices_sorted, self.num_assignments)
         self.restore = self.kernels.restore(
             rows,
-            None if top_scores is None else _flat(top_scores),
-            None if addend is None else _flat(addend),
+            None if top_scores is None else ops.flat(top_scores),
+            None if addend is None else ops.flat(addend),
             math.prod(shape[:-1]),
             self.topk,
         )
-        self.restore_backward: dict[tuple[Any, ...], Any] = {}
+        self.restore_backward: direct.Plans[Any] = direct.Plans()
 
     def forward(
         self,
@@ -74,12 +67,13 @@ class _Plan:
             copy = slots
         for launch in self.invert:
             launch(token_indices_sorted, inverse)
-        scores = None if top_scores is None else _flat(top_scores)
-        self.restore(rows, scores, inverse, None if addend is None else _flat(addend), out, copy)
+        scores = None if top_scores is None else ops.flat(top_scores)
+        self.restore(rows, scores, inverse, None if addend is None else ops.flat(addend), out, copy)
         return out, slots
 
     def backward(
         self,
+        grad_part: Any,
         grad: Tensor,
         rows: Tensor | None,
         top_scores: Tensor | None,
@@ -87,15 +81,15 @@ class _Plan:
         slots: Tensor,
         need_rows: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        grad = _flat(grad)
-        scores = None if top_scores is None else _flat(top_scores)
-        key = (direct.layout(grad), rows is None, need_rows)
+        grad = ops.flat(grad)
+        scores = None if top_scores is None else ops.flat(top_scores)
+        key = (grad_part, rows is None, need_rows)
         launch = self.restore_backward.get(key)
         if launch is None:
             launch = self.kernels.restore_backward(
                 grad, rows, scores, token_indices_sorted, self.topk, need_rows
             )
-            self.restore_backward[key] = launch
+            self.restore_backward.add(key, launch)
         grad_rows = grad_scores = None
         if need_rows:
             grad_rows = direct.empty(self.rows_shape, self.rows_stride, self.dtype, self.device)
@@ -135,11 +129,19 @@ class _Restore(torch.autograd.Function):
         if grad is not None and (need_rows or need_scores):
             saved = ctx.saved_tensors
             plan: _Plan = ctx.plan
-            if torch.is_grad_enabled() or not direct.is_plain(grad) or _changed(saved, plan):
-                backward: Any = torch.ops.moe.restore_backward
+            parts = direct.signature(grad, *saved)
+            if (
+                parts is None
+                or torch.is_grad_enabled()
+                or not direct.unchanged(parts[1:], plan.saved)
+            ):
+                backward = torch.ops.moe.restore_backward
+                grad_rows, grad_scores = backward(grad, *saved, need_rows)
             else:
-                backward = plan.backward
-            grad_rows, grad_scores = backward(grad, *saved, need_rows)
+                rows, top_scores, token_indices_sorted, slots = saved
+                grad_rows, grad_scores = plan.backward(
+                    parts[0], grad, rows, top_scores, token_indices_sorted, slots, need_rows
+                )
         return (
             grad_rows if need_rows else None,
             grad_scores if need_scores else None,
@@ -148,15 +150,6 @@ class _Restore(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _changed(saved: tuple[Tensor | None, ...], plan: _Plan) -> bool:
-    """Whether a hook on saved tensors brought others than those that the plan was made for."""
-    layouts = (*plan.layouts, plan.slots_layout)
-    for x, layout in zip(saved, layouts, strict=True):
-        if x is not None and direct.layout(x) != layout:
-            return True
-    return False
 
 
 def weighted_restore(
@@ -214,7 +207,7 @@ def _call(
         ops.check(
             op, rows, top_scores, token_indices_sorted, shape[:-1], shape[-1], addend, workspace
         )
-        plan = _Plan(rows, top_scores, token_indices_sorted, addend, shape, op)
+        plan = _Plan(rows, top_scores, token_indices_sorted, addend, shape, op, tensors)
         _PLANS.add(key, plan)
     if torch.is_grad_enabled() and (
         rows.requires_grad

@@ -117,6 +117,8 @@ def _inverse(op: str, workspace: Tensor, num_assignments: int) -> Tensor:
 
 def flat(tensor: Tensor) -> Tensor:
     """[*, X] as [T, X]: a view where the leading strides allow it."""
+    if tensor.dim() == 2:
+        return tensor
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 

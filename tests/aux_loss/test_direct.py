@@ -203,6 +203,22 @@ def test_saved_tensors_that_come_back_with_other_strides(launched, kernel_device
     assert_same_bits(own_probs.grad, expected_probs.grad)
 
 
+def test_saved_tensors_that_come_back_lazily_negated(launched, kernel_device):
+    """In the layout that was saved, over other numbers."""
+    probs, counts = make_probs(40, 16)
+    own_probs, expected_probs = probs.to(kernel_device).requires_grad_(), probs.requires_grad_()
+    torch.ops.moe.aux_loss(expected_probs, counts, 40, 8, 2, 0.1).backward()
+
+    def negated(x):
+        return torch._neg_view(-x)
+
+    with torch.autograd.graph.saved_tensors_hooks(negated, lambda x: x):
+        loss = aux_loss(own_probs, counts.float().to(kernel_device), 40, 8, 2, 0.1)
+    loss.backward()
+    assert launched == FORWARD
+    assert_same_bits(own_probs.grad, expected_probs.grad)
+
+
 def test_no_gradient_comes_of_none(launched, kernel_device):
     class Stop(torch.autograd.Function):
         @staticmethod
