@@ -47,21 +47,12 @@ def aux_loss_workspace_size(
 
 
 def _check_lengths(probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None) -> None:
-    checks.shape(
-        OP,
-        "tokens_per_expert",
-        tokens_per_expert,
-        f"[columns] = [{probs.shape[1]}], one count per column of probs",
-        tokens_per_expert.dim() == 1 and tokens_per_expert.shape[0] == probs.shape[1],
-    )
+    num_tokens, num_columns = probs.shape
+    description = f"[columns] = [{num_columns}], one count per column of probs"
+    checks.same_shape(OP, "tokens_per_expert", tokens_per_expert, [num_columns], description)
     if token_mask is not None:
-        checks.shape(
-            OP,
-            "token_mask",
-            token_mask,
-            f"[tokens] = [{probs.shape[0]}]",
-            token_mask.dim() == 1 and token_mask.shape[0] == probs.shape[0],
-        )
+        description = f"[tokens] = [{num_tokens}]"
+        checks.same_shape(OP, "token_mask", token_mask, [num_tokens], description)
 
 
 def check(

@@ -64,13 +64,7 @@ def check(
         checks.same_device(op, "top_scores", top_scores, rows, "rows")
     checks.dtype(op, "token_indices_sorted", token_indices_sorted, checks.INDEX_DTYPES)
     checks.same_device(op, "token_indices_sorted", token_indices_sorted, rows, "rows")
-    checks.shape(
-        op,
-        "token_indices_sorted",
-        token_indices_sorted,
-        f"[N] = [{rows.shape[0]}], one entry per row",
-        token_indices_sorted.dim() == 1 and token_indices_sorted.shape[0] == rows.shape[0],
-    )
+    _check_indices(op, rows.shape[0], token_indices_sorted)
     num_assignments = math.prod(lead) * topk
     assignments = "top_scores" if top_scores is not None else "num_tokens * topk"
     for name, size in (("rows", rows.shape[0]), (assignments, num_assignments)):
@@ -86,6 +80,12 @@ def check(
         workspaces.resolve(op, workspace, size, rows)
 
 
+def _check_indices(op: str, num_rows: int, token_indices_sorted: Tensor) -> None:
+    description = f"[N] = [{num_rows}], one entry per row"
+    name = "token_indices_sorted"
+    checks.same_shape(op, name, token_indices_sorted, [num_rows], description)
+
+
 def _check_inner(
     op: str,
     num_rows: int,
@@ -96,13 +96,7 @@ def _check_inner(
     addend: Tensor | None = None,
 ) -> None:
     """What the CUDA implementations rely on; anyone can call the inner ops."""
-    checks.same_shape(
-        op,
-        "token_indices_sorted",
-        token_indices_sorted,
-        [num_rows],
-        f"[N] = [{num_rows}], one entry per row",
-    )
+    _check_indices(op, num_rows, token_indices_sorted)
     if top_scores is not None:
         description = f"{list(shape)}, that of the slots"
         checks.same_shape(op, "top_scores", top_scores, shape, description)
