@@ -10,7 +10,7 @@ What checks and launchers read of the arguments is a call's signature. A plan is
 it, so a call whose signature was seen before needs neither.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils._device import DeviceContext
 guards: Any = torch._C._dynamo.guards
 
 Plan = TypeVar("Plan")
+_Shape = tuple[int, ...]
 
 MAX_PLANS = 4096
 # False under the interpreter, which takes CPU tensors.
@@ -80,8 +81,18 @@ def signature(*tensors: Any) -> list[Any] | None:
     return parts
 
 
+def is_plain(grad: Tensor) -> bool:
+    """Whether a backward past the dispatcher may read ``grad``, which the engine has checked."""
+    if torch.is_grad_enabled() or not _is_plain_mode():
+        return False
+    try:
+        return type(grad) in _TENSORS and grad.data_ptr() != 0 and not grad.is_neg()
+    except RuntimeError:  # no storage: a gradient under is_grads_batched
+        return False
+
+
 def fresh(shape: Sequence[int], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Any:
-    """The part of a signature that is of an :func:`empty` tensor on the device of ``like``."""
+    """The part of a signature that is of a new tensor on the device of ``like``."""
     return torch.Size(shape), stride, dtype, like.device, 0
 
 
@@ -93,16 +104,17 @@ def unchanged(saved: list[Any], parts: Sequence[Any]) -> bool:
     return all(own is None or own == part for own, part in zip(saved, parts, strict=True))
 
 
-def empty(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """An uninitialised tensor, by what Inductor's code allocates with, where that can be.
+def allocator(device: torch.device) -> Callable[[_Shape, _Shape, torch.dtype], Tensor]:
+    """What makes an uninitialised tensor of (shape, stride, dtype) on ``device``.
 
-    It takes a third of the time of ``torch.empty``. It takes plain tuples, no ``torch.Size``.
+    Where that is the current device it is what Inductor's code allocates with, in a third of the
+    time of ``torch.empty``. It takes plain tuples, no ``torch.Size``.
     """
     if CUDA and device.index == torch._C._cuda_getDevice():
-        return guards._empty_strided_cuda(shape, stride, dtype)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return guards._empty_strided_cuda
+    return lambda shape, stride, dtype: torch.empty_strided(
+        shape, stride, dtype=dtype, device=device
+    )
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -21,7 +21,6 @@ class _Plan:
         tokens_per_expert: Tensor,
         token_mask: Tensor | None,
         numerator: float,
-        counts_part: Any,
     ) -> None:
         kernels = load_kernels(__package__)
         self.shape, self.dtype, self.device = probs.shape, probs.dtype, probs.device
@@ -32,8 +31,12 @@ class _Plan:
         self.loss_from_tile_sums = kernels.loss_from_tile_sums(
             self.num_partials, self.loss_dtype, probs.device
         )
-        self.saved = counts_part, direct.fresh((), (), self.loss_dtype, probs)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
+        # Where nothing is to be masked, the row is allocated as the gradient that repeats it.
+        num_tokens, num_columns = probs.shape
+        repeated = token_mask is None and num_tokens > 0
+        self.grad_shape = (num_tokens, num_columns) if repeated else (num_columns,)
+        self.grad_stride = (0, 1) if repeated else (1,)
 
     def forward(
         self,
@@ -44,25 +47,26 @@ class _Plan:
         workspace: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, int]:
         """(loss, C where the total is a tensor, the bits of C as a float64 where it is not)"""
-        dtype, device = self.loss_dtype, self.device
+        dtype, empty = self.loss_dtype, direct.allocator(self.device)
         if workspace is None:
-            partials = direct.empty((self.num_partials,), (1,), dtype, device)
+            partials = empty((self.num_partials,), (1,), dtype)
         else:
             partials = workspaces.scratch(ops.OP, workspace, self.num_partials, dtype)
-        loss = direct.empty((), (), dtype, device)
+        loss = empty((), (), dtype)
         self.tile_sums(probs, tokens_per_expert, as_bytes(token_mask), partials)
         if isinstance(total, int):
             bits = float64_bits(self.numerator / total / total)
             self.loss_from_tile_sums(partials, None, loss, None, bits)
             return loss, None, bits
-        scale = direct.empty((), (), dtype, device)
+        scale = empty((), (), dtype)
         self.loss_from_tile_sums(partials, total, loss, scale, self.numerator_bits)
         return loss, scale, 0
 
     def backward(
         self, grad: Tensor, scale: Tensor | None, scale_bits: int, tokens_per_expert: Tensor
     ) -> Tensor:
-        row = direct.empty((self.shape[1],), (1,), self.dtype, self.device)
+        empty = direct.allocator(self.device)
+        row = empty(self.grad_shape, self.grad_stride, self.dtype)
         self.grad_rows(grad, scale, tokens_per_expert, row, scale_bits)
         return row
 
@@ -74,9 +78,9 @@ class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: Tensor, plan: _Plan, constants: tuple[Any, ...]) -> Tensor:
         tokens_per_expert, _, token_mask, _ = constants
-        loss, scale, ctx.scale_bits = plan.forward(probs, *constants)
+        loss, scale, scale_bits = plan.forward(probs, *constants)
         ctx.save_for_backward(tokens_per_expert, token_mask, scale)
-        ctx.plan = plan
+        ctx.call = plan, scale_bits, tokens_per_expert, tokens_per_expert.data_ptr(), scale
         ctx.set_materialize_grads(False)
         return loss
 
@@ -85,14 +89,17 @@ class _AuxLoss(torch.autograd.Function):
         if grad is None:
             return None, None, None
         tokens_per_expert, token_mask, scale = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        parts = direct.signature(grad, tokens_per_expert, scale)
-        if parts is None or torch.is_grad_enabled() or not direct.unchanged(parts[1:], plan.saved):
-            if scale is None:
-                scale = torch.full_like(grad, float64_of(ctx.scale_bits))
-            row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
+        plan, scale_bits, own_counts, address, own_scale = ctx.call
+        # A hook on saved tensors may have brought others; their memory may be another's by now.
+        own = tokens_per_expert is own_counts and scale is own_scale
+        if own and tokens_per_expert.data_ptr() == address and direct.is_plain(grad):
+            row = plan.backward(grad, scale, scale_bits, tokens_per_expert)
+            if row.dim() == 2:
+                return row, None, None
         else:
-            row = plan.backward(grad, scale, ctx.scale_bits, tokens_per_expert)
+            if scale is None:
+                scale = torch.full_like(grad, float64_of(scale_bits))
+            row = ops.grad_row(grad, scale, tokens_per_expert, plan.dtype)
         return ops.expand_row(row, plan.shape, token_mask), None, None
 
 
@@ -127,7 +134,7 @@ def aux_loss(
             probs, tokens_per_expert, total_num_tokens, num_experts, topk, workspace, token_mask
         )
         numerator = num_experts * coeff / topk
-        plan = _Plan(probs, tokens_per_expert, token_mask, numerator, tensors[1])
+        plan = _Plan(probs, tokens_per_expert, token_mask, numerator)
         _PLANS.add(key, plan)
     constants = (
         checks.constant(tokens_per_expert),

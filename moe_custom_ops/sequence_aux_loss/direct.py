@@ -22,7 +22,6 @@ class _Plan:
         token_mask: Tensor | None,
         workspace: Tensor,
         numerator: float,
-        counts_part: Any,
     ) -> None:
         kernels = load_kernels(__package__)
         self.shape, self.dtype, self.device = probs.shape, probs.dtype, probs.device
@@ -35,9 +34,13 @@ class _Plan:
         self.tile_sums = kernels.tile_sums(*inputs, token_mask, self.num_slots)
         launches = kernels.loss_from_tile_sums(*inputs, self.num_slots)
         self.add_slots, self.add_sequences = launches
-        shape = (tokens_per_expert.shape[0],)
-        self.saved = counts_part, direct.fresh(shape, (1,), self.loss_dtype, probs)
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
+        # Where nothing is to be masked or gathered, the rows of a batch are allocated as the
+        # gradient that repeats them.
+        num_sequences, num_experts = tokens_per_expert.shape
+        repeated = cu_seqlens is None and token_mask is None and probs.numel() > 0
+        self.grad_shape = tuple(probs.shape) if repeated else (num_sequences, num_experts)
+        self.grad_stride = (num_experts, 0, 1) if repeated else (num_experts, 1)
 
     def forward(
         self,
@@ -48,16 +51,17 @@ class _Plan:
         workspace: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(loss, C [sequences])"""
-        dtype, device, num_sequences = self.loss_dtype, self.device, self.counts_shape[0]
+        dtype, num_sequences = self.loss_dtype, self.counts_shape[0]
+        empty = direct.allocator(self.device)
         if workspace is None:
-            partials = direct.empty((self.num_partials,), (1,), dtype, device)
-            tile_lengths = direct.empty((self.num_slots,), (1,), torch.int32, device)
+            partials = empty((self.num_partials,), (1,), dtype)
+            tile_lengths = empty((self.num_slots,), (1,), torch.int32)
         else:
             partials, tile_lengths = ops.scratch(probs, tokens_per_expert, workspace)
-        sums = direct.empty((num_sequences,), (1,), dtype, device)
-        lengths = direct.empty((num_sequences,), (1,), torch.int64, device)
-        loss = direct.empty((), (), dtype, device)
-        scales = direct.empty((num_sequences,), (1,), dtype, device)
+        sums = empty((num_sequences,), (1,), dtype)
+        lengths = empty((num_sequences,), (1,), torch.int64)
+        loss = empty((), (), dtype)
+        scales = empty((num_sequences,), (1,), dtype)
         mask = as_bytes(token_mask)
         self.tile_sums(probs, tokens_per_expert, cu_seqlens, mask, partials, tile_lengths)
         self.add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
@@ -65,9 +69,8 @@ class _Plan:
         return loss, scales
 
     def backward(self, grad: Tensor, scales: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        num_sequences, num_experts = self.counts_shape
-        shape, stride = (num_sequences, num_experts), (num_experts, 1)
-        rows = direct.empty(shape, stride, self.dtype, self.device)
+        empty = direct.allocator(self.device)
+        rows = empty(self.grad_shape, self.grad_stride, self.dtype)
         self.grad_rows(grad, scales, tokens_per_expert, rows, 0)
         return rows
 
@@ -81,7 +84,7 @@ class _SequenceAuxLoss(torch.autograd.Function):
         tokens_per_expert, cu_seqlens, token_mask, _ = constants
         loss, scales = plan.forward(probs, *constants)
         ctx.save_for_backward(tokens_per_expert, cu_seqlens, token_mask, scales)
-        ctx.plan = plan
+        ctx.call = plan, tokens_per_expert, tokens_per_expert.data_ptr(), scales
         ctx.set_materialize_grads(False)
         return loss
 
@@ -90,12 +93,15 @@ class _SequenceAuxLoss(torch.autograd.Function):
         if grad is None:
             return None, None, None
         tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        parts = direct.signature(grad, tokens_per_expert, scales)
-        if parts is None or torch.is_grad_enabled() or not direct.unchanged(parts[1:], plan.saved):
-            rows = ops.grad_rows(grad, scales, tokens_per_expert, plan.dtype)
-        else:
+        plan, own_counts, address, own_scales = ctx.call
+        # A hook on saved tensors may have brought others; their memory may be another's by now.
+        own = tokens_per_expert is own_counts and scales is own_scales
+        if own and tokens_per_expert.data_ptr() == address and direct.is_plain(grad):
             rows = plan.backward(grad, scales, tokens_per_expert)
+            if rows.dim() == 3:
+                return rows, None, None
+        else:
+            rows = ops.grad_rows(grad, scales, tokens_per_expert, plan.dtype)
         return ops.expand_rows(rows, plan.shape, cu_seqlens, token_mask), None, None
 
 
@@ -121,7 +127,7 @@ def sequence_aux_loss(
         scratch = ops.check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
         numerator = probs.shape[-1] * coeff / topk
         inputs = probs, tokens_per_expert, cu_seqlens, token_mask
-        plan = _Plan(*inputs, scratch, numerator, tensors[1])
+        plan = _Plan(*inputs, scratch, numerator)
         _PLANS.add(key, plan)
     constants = (checks.constant(tokens_per_expert), cu_seqlens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():

@@ -59,8 +59,9 @@ class _Plan:
         workspace: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(result, slots)"""
-        out = direct.empty(self.out_shape, self.out_stride, self.dtype, self.device)
-        slots = direct.empty(self.shape, self.stride, torch.int32, self.device)
+        empty = direct.allocator(self.device)
+        out = empty(self.out_shape, self.out_stride, self.dtype)
+        slots = empty(self.shape, self.stride, torch.int32)
         inverse, copy = slots, None
         if workspace is not None:
             inverse = workspaces.scratch(self.op, workspace, self.num_assignments, torch.int32)
@@ -90,11 +91,12 @@ class _Plan:
                 grad, rows, scores, token_indices_sorted, self.topk, need_rows
             )
             self.restore_backward.add(key, launch)
+        empty = direct.allocator(self.device)
         grad_rows = grad_scores = None
         if need_rows:
-            grad_rows = direct.empty(self.rows_shape, self.rows_stride, self.dtype, self.device)
+            grad_rows = empty(self.rows_shape, self.rows_stride, self.dtype)
         if rows is not None and self.scores_dtype is not None:
-            grad_scores = direct.empty(self.shape, self.stride, self.scores_dtype, self.device)
+            grad_scores = empty(self.shape, self.stride, self.scores_dtype)
         launch(grad, rows, scores, token_indices_sorted, slots, grad_rows, grad_scores)
         return grad_rows, grad_scores
 
