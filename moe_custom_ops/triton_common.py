@@ -21,8 +21,10 @@ MAX_CHUNK_COLUMNS = 512
 # Enough programs for every multiprocessor of a large GPU; below it, columns are cut finer.
 FEW_PROGRAMS = 512
 MAX_GROUPS = 8
-# The part of a tile that is prefetched, and the programs that do so: those of a first wave.
+# The part of a loss's tile that is prefetched: what the DRAM delivers until the previous kernel has
+# ended. On an H200 half of a tile made the kernel slower.
 PREFETCH_FRACTION = tl.constexpr(8)
+# The programs that prefetch: those of a first wave.
 PREFETCH_PROGRAMS = tl.constexpr(2048)
 # Columns of one program that writes rows of an auxiliary loss's gradient.
 GRAD_BLOCK = 1024
@@ -58,40 +60,45 @@ def wait_for_previous_kernel(OVERLAP: tl.constexpr, RUN_AHEAD: tl.constexpr):
 
 
 @triton.jit
+def prefetch(ptrs, mask):
+    """Have the lines of ``ptrs`` brought to the L2, before the previous kernel has ended.
+
+    Every write passes through the L2, so what is there is never stale.
+    """
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.s32 $0, 0;}",
+        "=r,l,r",
+        [ptrs.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def prefetch_tile(
     ptr,
-    first_token,
+    first_row,
     first_column,
-    num_tokens,
+    num_rows,
     num_columns,
-    stride_t,
+    stride_r,
     stride_c,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Have the first rows of a tile brought to the L2, before the previous kernel has ended.
+    """Prefetch ``ROWS`` rows of ``COLUMNS`` columns, both powers of two, where kernels overlap.
 
-    Every write passes through the L2, so what is there is never stale. An eighth of a tile is what
-    the DRAM delivers meanwhile; on an H200 half of it made the kernel slower. Narrow and strided
-    rows are left alone: they gained nothing.
+    Narrow and strided rows are left alone: those of a loss gained nothing.
     """
     LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-    ROWS: tl.constexpr = BLOCK_T // PREFETCH_FRACTION
-    if OVERLAP and BLOCK_C >= LINE and ROWS > 0:  # noqa: SIM102  decided by the compiler
+    if OVERLAP and COLUMNS >= LINE and ROWS > 0:  # noqa: SIM102  decided by the compiler
         if stride_c == 1 and tl.program_id(0) < PREFETCH_PROGRAMS:
-            tokens = first_token + tl.arange(0, ROWS)
-            columns = first_column + tl.arange(0, BLOCK_C // LINE) * LINE
-            inside = (tokens < num_tokens)[:, None] & (columns < num_columns)[None, :]
-            ptrs = ptr + tokens[:, None] * stride_t + columns[None, :]
-            tl.inline_asm_elementwise(
-                "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.s32 $0, 0;}",
-                "=r,l,r",
-                [ptrs.to(tl.int64), inside.to(tl.int32)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            rows = first_row + tl.arange(0, ROWS)
+            columns = first_column + tl.arange(0, COLUMNS // LINE) * LINE
+            inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+            prefetch(ptr + rows[:, None] * stride_r + columns[None, :], inside)
 
 
 @triton.jit
@@ -282,21 +289,22 @@ class Launch:
         self.compiled: tuple[Any, ...] | None = None
 
     def __call__(self, *first: Any) -> None:
-        index = self.index
-        if self.compiled is not None and index == _get_device() and not _has_launch_hooks():
-            run, function, metadata, constants = self.compiled
-            # As addresses: of a tensor, Triton asks the driver whether its memory is on a GPU.
-            pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in first]
-            # No launch metadata, and no hook before or behind it.
+        compiled, index = self.compiled, self.index
+        if compiled is not None and index == _get_device() and not _has_launch_hooks():
+            run, num_programs, function, metadata, constants = compiled
+            # No launch metadata, and no hook before or behind it. Tensors go as addresses: of a
+            # tensor, Triton asks the driver whether its memory is on a GPU.
             run(
-                *self.grid,
+                num_programs,
+                1,
+                1,
                 _get_stream(index),
                 function,
                 metadata,
                 None,
                 None,
                 None,
-                *pointers,
+                *[x if x is None or type(x) is int else x.data_ptr() for x in first],
                 *constants,
             )
         elif self.grid[0] == 0:
@@ -312,7 +320,8 @@ class Launch:
         if kernel is not None:  # as it is from the interpreter
             names = self.kernel.arg_names[len(first) + len(self.arguments) :]
             constants = (*self.arguments, *(self.options[name] for name in names))
-            self.compiled = kernel.run, kernel.function, kernel.packed_metadata, constants
+            compiled = kernel.run, self.grid[0], kernel.function, kernel.packed_metadata
+            self.compiled = *compiled, constants
             self.keep_alive = kernel  # which unloads its code when it is dropped
 
 

@@ -157,7 +157,9 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("topk", "hidden"), [(1, 7), (3, 256), (8, 2048), (20, 300)])
+@pytest.mark.parametrize(
+    ("topk", "hidden"), [(1, 7), (3, 256), (8, 2048), (4, 1000), (8, 7176), (20, 300)]
+)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
     from moe_custom_ops.weighted_restore import kernels
@@ -177,7 +179,8 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
     launch = kernels.restore_backward(tokens, read, given, indices, topk, True)
     launch(tokens, read, given, indices, slots, rows, grad_scores)
     assert len(ptx) == 5
-    if hidden == 2048:
+    # Multiples of 8 too, not only of Triton's 16.
+    if hidden >= 1000:
         check_wide_loads(ptx["_weighted_restore_kernel"])
         if weighted:
             check_wide_loads(ptx["_weighted_restore_backward_kernel"])

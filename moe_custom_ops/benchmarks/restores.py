@@ -18,6 +18,7 @@ SHAPES = [  # (tokens, topk, hidden)
     (8192, 4, 2880),
     (16384, 8, 2048),
 ]
+INVERSIONS = [256, 2048, 65536]  # assignments
 # Widths that are no multiple of a wide load.
 ODD_SHAPES = [(8192, 4, 1000), (8192, 4, 2880), (4096, 8, 7176)]
 # What one rank of many receives: few of a token's experts are its own.
@@ -96,6 +97,7 @@ def gather_alone(
 
 
 def rows(device: torch.device) -> Iterator[Row]:
+    yield from inversions(device)
     for shape in SHAPES:
         num_tokens, topk, hidden = shape
         row_bytes, out_bytes = num_tokens * topk * hidden * 2, num_tokens * hidden * 2
@@ -116,19 +118,47 @@ def rows(device: torch.device) -> Iterator[Row]:
         )
         yield Row(f"restore f+b {name}", both, ours, eager)
     for shape in ODD_SHAPES:
-        num_tokens, topk, hidden = shape
-        num_bytes = num_tokens * (topk + 1) * hidden * 2
-        inputs = make_sets(shape, num_bytes, device)
-        ours = graph_time(forward(weighted_restore), inputs, calls=20)
-        yield Row(f"restore forward T{num_tokens} K{topk} H{hidden}", num_bytes, ours)
-    num_tokens, topk, hidden = SPARSE_SHAPE
-    inputs = make_sets(SPARSE_SHAPE, num_tokens * hidden * 4, device, SPARSE_LOCAL)
+        name = "T{} K{} H{}".format(*shape)
+        yield from against_bytes(name, shape, make_sets(shape, shape[0] * shape[2] * 2, device))
+    name = "{} of K{} T{} H{}".format(SPARSE_LOCAL, SPARSE_SHAPE[1], *SPARSE_SHAPE[::2])
+    num_bytes = SPARSE_SHAPE[0] * SPARSE_SHAPE[2] * 4
+    inputs = make_sets(SPARSE_SHAPE, num_bytes, device, SPARSE_LOCAL)
+    yield from against_bytes(name, SPARSE_SHAPE, inputs)
+
+
+def against_bytes(
+    name: str, shape: tuple[int, int, int], inputs: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+) -> Iterator[Row]:
+    """Forward, and forward and backward, against the bytes of the rows that exist."""
+    num_tokens, _, hidden = shape
     num_rows = sum(rows.shape[0] for rows, *_ in inputs) / len(inputs)
-    num_bytes = int((num_rows + num_tokens) * hidden * 2)
-    ours = graph_time(forward(weighted_restore), inputs, calls=20)
+    once = int((num_rows + num_tokens) * hidden * 2)
+    both = int((3 * num_rows + 2 * num_tokens) * hidden * 2)
     yield Row(
-        f"restore forward, {SPARSE_LOCAL} of K{topk} T{num_tokens} H{hidden}", num_bytes, ours
+        f"restore forward {name}", once, graph_time(forward(weighted_restore), inputs, calls=20)
     )
+    call = forward_and_backward(weighted_restore)
+    yield Row(f"restore f+b {name}", both, graph_time(call, inputs, calls=20))
+
+
+def inversions(device: torch.device) -> Iterator[Row]:
+    """The inversion alone: 8 bytes read and 4 written per assignment."""
+    from ..weighted_restore import kernels
+
+    def call(indices: Tensor, inverse: Tensor) -> None:
+        for launch in kernels.invert(indices, inverse.numel()):
+            launch(indices, inverse)
+
+    for num_assignments in INVERSIONS:
+        num_bytes = 12 * num_assignments
+        inputs = [
+            (
+                torch.randperm(num_assignments, device=device),
+                torch.empty(num_assignments, dtype=torch.int32, device=device),
+            )
+            for _ in range(min(input_sets(num_bytes, device), 100))
+        ]
+        yield Row(f"inversion of {num_assignments}", num_bytes, graph_time(call, inputs, calls=100))
 
 
 class _BareLaunches(torch.autograd.Function):

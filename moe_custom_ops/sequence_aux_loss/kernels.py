@@ -10,6 +10,7 @@ from torch import Tensor
 from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_tokens
 from ..triton_common import (
     FEW_PROGRAMS,
+    PREFETCH_FRACTION,
     TRITON_DTYPES,
     Launch,
     float64_from_bits,
@@ -82,7 +83,7 @@ def _sequence_tile_sums_kernel(
         num_columns,
         stride_t,
         stride_c,
-        BLOCK_T,
+        BLOCK_T // PREFETCH_FRACTION,
         BLOCK_C,
         OVERLAP,
     )

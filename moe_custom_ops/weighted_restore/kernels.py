@@ -4,6 +4,9 @@ Row offsets are int64 before they are multiplied by a stride: a tensor may hold 
 elements. Without scores a product is the row itself.
 """
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +17,8 @@ from ..triton_common import (
     TRITON_DTYPES,
     Launch,
     cast,
+    prefetch,
+    prefetch_tile,
     strides,
     tree_sum,
     wait_for_previous_kernel,
@@ -21,14 +26,23 @@ from ..triton_common import (
 )
 from .reference import ACCUMULATOR_LANES
 
-INVERT_BLOCK = 1024
-# Rows or assignments, at most, that one program inverts alone.
-INVERT_AT_ONCE = 8192
+# Of 65536 assignments, blocks of 1024 took 2.9 us and of 256 2.4 us on an H200.
+INVERT_BLOCK = 256
+# Rows or assignments, at most, that are inverted with one launch, and what a program of it owns.
+# On an H200 one launch took 0.7 us for 256 of them, 1.2 for 2048, 1.6 for 4096 and 2.8 for 8192;
+# two launches took 1.5, 2.3, 2.3 and 2.4.
+INVERT_AT_ONCE = 4096
+OWN_ASSIGNMENTS = 128
+INDICES_PER_LINE = tl.constexpr(16)
 MAX_BLOCK_H = 1024
 MIN_BLOCK_H = 256
+# Bytes of each column that a program of the forward has on their way to it.
+LOAD_BYTES = 16
 # Assignments of one token that a program of the backward holds, and rows that one zeroes.
 MAX_BLOCK_K = 8
 ZERO_BLOCK_ROWS = 32
+# Fewer programs than this are made more by cutting finer.
+ENOUGH_PROGRAMS = 1024
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_assignments"])
@@ -40,18 +54,19 @@ def _invert_at_once_kernel(
     stride,
     BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr,
-    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Both of the kernels below, for one program."""
-    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
-    offsets = tl.arange(0, BLOCK_A)
-    tl.store(
-        inverse_ptr + offsets, tl.full([BLOCK_A], -1, tl.int32), mask=offsets < num_assignments
-    )
+    """Both of the kernels below in one: each program looks through all rows for its assignments."""
     rows = tl.arange(0, BLOCK_N).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_A
+    if OVERLAP:
+        prefetch(indices_ptr + rows * stride, (rows < num_rows) & (rows % INDICES_PER_LINE == 0))
+    wait_for_previous_kernel(OVERLAP, True)
+    own = first + tl.arange(0, BLOCK_A)
+    end = tl.minimum(first + BLOCK_A, num_assignments)
+    tl.store(inverse_ptr + own, tl.full([BLOCK_A], -1, tl.int32), mask=own < end)
     index = tl.load(indices_ptr + rows * stride, mask=rows < num_rows, other=-1).to(tl.int64)
-    held = (index >= 0) & (index < num_assignments)
+    held = (index >= first) & (index < end)
     # The maxima of all threads come behind the stores of all threads.
     tl.debug_barrier()
     tl.atomic_max(inverse_ptr + index, rows.to(tl.int32), mask=held, sem="relaxed")
@@ -63,10 +78,9 @@ def _fill_inverse_kernel(
     inverse_ptr,
     num_assignments,
     BLOCK: tl.constexpr,
-    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    wait_for_previous_kernel(OVERLAP, True)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(inverse_ptr + offsets, tl.full([BLOCK], -1, tl.int32), mask=offsets < num_assignments)
 
@@ -79,11 +93,12 @@ def _invert_kernel(
     num_assignments,
     stride,
     BLOCK: tl.constexpr,
-    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if OVERLAP:
+        prefetch(indices_ptr + rows * stride, (rows < num_rows) & (rows % INDICES_PER_LINE == 0))
+    wait_for_previous_kernel(OVERLAP, True)
     index = tl.load(indices_ptr + rows * stride, mask=rows < num_rows, other=-1).to(tl.int64)
     held = (index >= 0) & (index < num_assignments)
     # An integer maximum commutes: the highest row wins a duplicate in any order of arrival.
@@ -106,19 +121,22 @@ def _weighted_restore_kernel(
     stride_sk,
     stride_at,
     stride_ah,
-    stride_ot,
+    UNIT: tl.constexpr,
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
     BLOCKS_H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    LOADS: tl.constexpr,
     ACC: tl.constexpr,
     RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    num_columns, stride_rn, stride_at = num_columns * UNIT, stride_rn * UNIT, stride_at * UNIT
     pid = tl.program_id(0).to(tl.int64)
     token = pid // BLOCKS_H
-    columns = (pid % BLOCKS_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+    first_column = (pid % BLOCKS_H) * BLOCK_H
+    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    columns = first_column + tl.arange(0, BLOCK_H)
     column_mask = columns < num_columns
     if slots_ptr is not None:  # noqa: SIM102  decided by the compiler
         if pid % BLOCKS_H == 0:
@@ -131,22 +149,38 @@ def _weighted_restore_kernel(
         acc = widen(acc, ACC)
     else:
         acc = tl.zeros([BLOCK_H], ACC)
-    for k in tl.static_range(K):
-        slot = tl.load(inverse_ptr + token * K + k).to(tl.int64)
-        row_index = tl.broadcast_to(slot, [BLOCK_H])
-        held = (row_index >= 0) & (row_index < num_rows)
-        row = tl.load(
-            rows_ptr + row_index * stride_rn + columns * stride_rh,
-            mask=column_mask & held,
-            other=0.0,
-        )
-        product = widen(row, ACC)
-        if scores_ptr is not None:
-            score = widen(tl.load(scores_ptr + token * stride_st + k * stride_sk), ACC)
-            product = score * product
-        acc = acc + tl.where(held, product, 0.0)
+    # All loads of a group are on their way before the first sum, which took 0.95 of the time of a
+    # plain loop at (T 16384, K 8, H 2048) on an H200. What is absent is skipped: where few rows
+    # exist, 0.83 of the time of adding zeros.
+    for first in tl.static_range(0, K, LOADS):
+        rows = ()
+        scores = ()
+        present = ()
+        for k in tl.static_range(first, min(first + LOADS, K)):
+            slot = tl.load(inverse_ptr + token * K + k).to(tl.int64)
+            present += ((slot >= 0) & (slot < num_rows),)  # type: ignore[assignment]
+            row_index = tl.broadcast_to(slot, [BLOCK_H])
+            row = tl.load(
+                rows_ptr + row_index * stride_rn + columns * stride_rh,
+                mask=column_mask & (row_index >= 0) & (row_index < num_rows),
+                other=0.0,
+            )
+            rows += (row,)  # type: ignore[assignment]
+            if scores_ptr is not None:
+                scores += (tl.load(scores_ptr + token * stride_st + k * stride_sk),)  # type: ignore[assignment]
+        for j in tl.static_range(min(LOADS, K - first)):
+            if present[j]:
+                product = widen(rows[j], ACC)
+                if scores_ptr is not None:
+                    product = widen(scores[j], ACC) * product
+                acc = acc + product
+            elif addend_ptr is not None:
+                # As in the reference, which adds a zero: it turns a negative one positive.
+                acc = acc + 0.0
     tl.store(
-        out_ptr + token * stride_ot + columns, cast(acc, out_ptr.dtype.element_ty), mask=column_mask
+        out_ptr + token * num_columns + columns,
+        cast(acc, out_ptr.dtype.element_ty),
+        mask=column_mask,
     )
 
 
@@ -170,59 +204,95 @@ def _weighted_restore_backward_kernel(
     stride_st,
     stride_sk,
     stride_i,
-    stride_on,
+    UNIT: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCKS_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ACC: tl.constexpr,
     RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    num_columns, stride_gt, stride_rn = num_columns * UNIT, stride_gt * UNIT, stride_rn * UNIT
     pid = tl.program_id(0).to(tl.int64)
+    if PREFETCH:
+        prefetch_tile(
+            grad_ptr,
+            pid // BLOCKS_K,
+            0,
+            num_tokens,
+            num_columns,
+            stride_gt,
+            stride_gh,
+            1,
+            COLUMNS,
+            OVERLAP,
+        )
+        if grad_scores_ptr is not None:
+            prefetch_tile(
+                rows_ptr,
+                pid * BLOCKS * BLOCK_K,
+                0,
+                num_rows,
+                num_columns,
+                stride_rn,
+                stride_rh,
+                BLOCK_K,
+                COLUMNS,
+                OVERLAP,
+            )
+    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
     lanes = tl.arange(0, LANES)
     if pid < num_tokens * BLOCKS_K:
         token = pid // BLOCKS_K
-        ks = (pid % BLOCKS_K) * BLOCK_K + tl.arange(0, BLOCK_K)
-        slots = tl.load(slots_ptr + token * K + ks, mask=ks < K, other=-1).to(tl.int64)
-        held = ((slots >= 0) & (slots < num_rows))[:, None]
-        if scores_ptr is not None:
-            score = tl.load(scores_ptr + token * stride_st + ks * stride_sk, mask=ks < K, other=0.0)
-            score = widen(score, ACC)[:, None]
-        acc = tl.zeros([BLOCK_K, LANES], ACC)
-        if grad_scores_ptr is not None:
-            row_ptrs = rows_ptr + slots[:, None] * stride_rn
-        # Three stages keep the next loads in flight while a chunk is added and stored: 0.71 of a
-        # plain loop's time at (T 8192, K 8, H 2048) and 0.29 at (32, 8, 7168) on an H200.
-        for start in tl.range(0, num_columns, LANES, num_stages=3):
-            columns = start + lanes.to(tl.int64)
-            mask = held & (columns < num_columns)[None, :]
-            grad = tl.load(
-                grad_ptr + token * stride_gt + columns * stride_gh,
-                mask=columns < num_columns,
-                other=0.0,
-            )
-            grad = widen(grad, ACC)[None, :]
-            if grad_scores_ptr is not None:
-                row = tl.load(row_ptrs + columns[None, :] * stride_rh, mask=mask, other=0.0)
-                acc = acc + tl.where(mask, grad * widen(row, ACC), 0.0)
-            if grad_rows_ptr is not None:
-                product = tl.broadcast_to(grad, [BLOCK_K, LANES])
-                if scores_ptr is not None:
-                    product = score * grad
-                tl.store(
-                    grad_rows_ptr + slots[:, None] * stride_on + columns[None, :],
-                    cast(product, grad_rows_ptr.dtype.element_ty),
-                    mask=mask,
+        for block in range(BLOCKS):
+            ks = ((pid % BLOCKS_K) * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+            slots = tl.load(slots_ptr + token * K + ks, mask=ks < K, other=-1).to(tl.int64)
+            held = ((slots >= 0) & (slots < num_rows))[:, None]
+            if scores_ptr is not None:
+                score = tl.load(
+                    scores_ptr + token * stride_st + ks * stride_sk, mask=ks < K, other=0.0
                 )
-        if grad_scores_ptr is not None:
-            tl.store(
-                grad_scores_ptr + token * K + ks,
-                cast(tree_sum(acc), grad_scores_ptr.dtype.element_ty),
-                mask=ks < K,
-            )
+                score = widen(score, ACC)[:, None]
+            acc = tl.zeros([BLOCK_K, LANES], ACC)
+            if grad_scores_ptr is not None:
+                row_ptrs = rows_ptr + slots[:, None] * stride_rn
+            # Three stages keep the next loads in flight while a chunk is added and stored: 0.71 of
+            # a plain loop's time at (T 8192, K 8, H 2048) and 0.29 at (32, 8, 7168) on an H200.
+            end = num_columns
+            if BLOCKS > 1:
+                end = tl.where(tl.max(slots, axis=0) >= 0, num_columns, 0)
+            for start in tl.range(0, end, LANES, num_stages=3):
+                columns = start + lanes.to(tl.int64)
+                mask = held & (columns < num_columns)[None, :]
+                grad = tl.load(
+                    grad_ptr + token * stride_gt + columns * stride_gh,
+                    mask=columns < num_columns,
+                    other=0.0,
+                )
+                grad = widen(grad, ACC)[None, :]
+                if grad_scores_ptr is not None:
+                    row = tl.load(row_ptrs + columns[None, :] * stride_rh, mask=mask, other=0.0)
+                    acc = acc + tl.where(mask, grad * widen(row, ACC), 0.0)
+                if grad_rows_ptr is not None:
+                    product = tl.broadcast_to(grad, [BLOCK_K, LANES])
+                    if scores_ptr is not None:
+                        product = score * grad
+                    tl.store(
+                        grad_rows_ptr + slots[:, None] * num_columns + columns[None, :],
+                        cast(product, grad_rows_ptr.dtype.element_ty),
+                        mask=mask,
+                    )
+            if grad_scores_ptr is not None:
+                tl.store(
+                    grad_scores_ptr + token * K + ks,
+                    cast(tree_sum(acc), grad_scores_ptr.dtype.element_ty),
+                    mask=ks < K,
+                )
     elif grad_rows_ptr is not None:
         # Rows that hold no assignment, or lost it to a higher row, get a zero gradient.
         rows = (pid - num_tokens * BLOCKS_K) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
@@ -235,10 +305,19 @@ def _weighted_restore_backward_kernel(
             for start in range(0, num_columns, LANES):
                 columns = start + lanes
                 tl.store(
-                    grad_rows_ptr + rows[:, None] * stride_on + columns[None, :],
+                    grad_rows_ptr + rows[:, None] * num_columns + columns[None, :],
                     zeros,
                     mask=padding[:, None] & (columns < num_columns)[None, :],
                 )
+
+
+def _unit(dtype: torch.dtype, *sizes: int) -> int:
+    """Elements of a load of at most 16 bytes that divide all of ``sizes``.
+
+    Sizes reach a kernel in these units: that a size is a multiple of 8, Triton finds out only where
+    it is a multiple of 16. Rows of 7176 bfloat16 took 1.7 times as long without.
+    """
+    return math.gcd(16 // dtype.itemsize, *sizes)
 
 
 def invert(token_indices_sorted: Tensor, num_assignments: int) -> list[Launch]:
@@ -252,14 +331,13 @@ def invert(token_indices_sorted: Tensor, num_assignments: int) -> list[Launch]:
         return [
             Launch(
                 _invert_at_once_kernel,
-                1 if num_assignments else 0,
+                triton.cdiv(num_assignments, OWN_ASSIGNMENTS),
                 device,
                 num_rows,
                 num_assignments,
                 stride,
                 BLOCK_N=next_power_of_2(num_rows),
-                BLOCK_A=next_power_of_2(num_assignments),
-                RUN_AHEAD=False,
+                BLOCK_A=OWN_ASSIGNMENTS,
                 num_warps=16,
                 overlap=True,
             )
@@ -271,7 +349,6 @@ def invert(token_indices_sorted: Tensor, num_assignments: int) -> list[Launch]:
             device,
             num_assignments,
             BLOCK=INVERT_BLOCK,
-            RUN_AHEAD=False,
             overlap=True,
         ),
         Launch(
@@ -282,7 +359,6 @@ def invert(token_indices_sorted: Tensor, num_assignments: int) -> list[Launch]:
             num_assignments,
             stride,
             BLOCK=INVERT_BLOCK,
-            RUN_AHEAD=False,
             overlap=True,
         ),
     ]
@@ -294,7 +370,7 @@ def restore(
     addend: Tensor | None,
     num_tokens: int,
     topk: int,
-    num_warps: int = 4,
+    num_warps: int = 2,
     block_h: int | None = None,
 ) -> Launch:
     """Of (rows, top_scores, inverse, addend, out, slots), the second and fourth as given here.
@@ -305,29 +381,38 @@ def restore(
     num_rows, num_columns = rows.shape
     if block_h is None:
         block_h = min(next_power_of_2(num_columns), MAX_BLOCK_H)
-        # Few tokens are cut finer: 512 columns a program took 0.77 of 1024 at (T 256, K 8, H 2048).
-        while block_h > MIN_BLOCK_H and num_tokens * triton.cdiv(num_columns, block_h) < 1024:
+        blocks_h = triton.cdiv(num_columns, block_h)
+        while block_h > MIN_BLOCK_H and num_tokens * blocks_h < ENOUGH_PROGRAMS:
             block_h //= 2
+            blocks_h = triton.cdiv(num_columns, block_h)
     # A width of 0 still has slots to write.
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     programs = num_tokens * blocks_h
+    stride_rn, stride_rh = rows.stride()
+    stride_at, stride_ah = strides(addend, 2)
+    unit = _unit(rows.dtype, num_columns, stride_rn, stride_at)
     return Launch(
         _weighted_restore_kernel,
         programs,
         rows.device,
         num_rows,
-        num_columns,
-        *rows.stride(),
+        num_columns // unit,
+        stride_rn // unit,
+        stride_rh,
         *strides(top_scores, 2),
-        *strides(addend, 2),
-        num_columns,
+        stride_at // unit,
+        stride_ah,
+        UNIT=unit,
         K=topk,
         PADDED_K=next_power_of_2(topk),
         BLOCKS_H=blocks_h,
         BLOCK_H=block_h,
+        LOADS=LOAD_BYTES // rows.itemsize,
         ACC=TRITON_DTYPES[accumulator_dtype(rows.dtype)],
         RUN_AHEAD=programs > FEW_PROGRAMS,
         num_warps=num_warps,
+        # For the loads that are on their way; left alone, the compiler issues two at a time.
+        maxnreg=96 if block_h > 256 * num_warps else 64,
         overlap=True,
     )
 
@@ -339,8 +424,9 @@ def restore_backward(
     token_indices_sorted: Tensor,
     topk: int,
     need_rows: bool,
-    num_warps: int | None = None,
     block_k: int | None = None,
+    blocks: int | None = None,
+    num_warps: int | None = None,
 ) -> Launch:
     """Of (grad, rows, top_scores, token_indices_sorted, slots, grad_rows, grad_scores).
 
@@ -349,35 +435,50 @@ def restore_backward(
     """
     num_tokens, num_columns = grad.shape
     (num_rows,) = token_indices_sorted.shape
+    # Where few rows exist, one program takes a token and skips what is absent: 0.7 of the time at
+    # 1.5 rows of 8 on an H200.
+    skip = 2 * num_rows <= num_tokens * topk and num_tokens >= ENOUGH_PROGRAMS
     if block_k is None:
-        block_k = min(next_power_of_2(topk), MAX_BLOCK_K)
-        # Few tokens are cut finer.
-        while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < FEW_PROGRAMS:
+        block_k = min(next_power_of_2(topk), 2 if skip else MAX_BLOCK_K)
+        while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < ENOUGH_PROGRAMS:
             block_k //= 2
-    blocks_k = triton.cdiv(topk, block_k)
+    if blocks is None:
+        blocks = triton.cdiv(topk, block_k) if skip else 1
+    if num_warps is None:
+        num_warps = 1 if skip else 4 if block_k > 2 else 2
+    blocks_k = triton.cdiv(topk, block_k * blocks)
     programs = num_tokens * blocks_k
     if need_rows:
         programs += triton.cdiv(num_rows, ZERO_BLOCK_ROWS)
+    stride_gt, stride_gh = grad.stride()
+    stride_rn, stride_rh = strides(rows, 2)
+    unit = _unit(grad.dtype, num_columns, stride_gt, stride_rn)
     return Launch(
         _weighted_restore_backward_kernel,
         programs,
         grad.device,
         num_tokens,
         num_rows,
-        num_columns,
+        num_columns // unit,
         num_tokens * topk,
-        *grad.stride(),
-        *strides(rows, 2),
+        stride_gt // unit,
+        stride_gh,
+        stride_rn // unit,
+        stride_rh,
         *strides(top_scores, 2),
         *token_indices_sorted.stride(),
-        num_columns,
+        UNIT=unit,
         K=topk,
         BLOCK_K=block_k,
         BLOCKS_K=blocks_k,
+        BLOCKS=blocks,
         LANES=ACCUMULATOR_LANES,
         ZERO_ROWS=ZERO_BLOCK_ROWS,
+        # Few programs do not fill the memory system by their own loads.
+        PREFETCH=num_tokens * blocks_k < FEW_PROGRAMS,
+        COLUMNS=next_power_of_2(num_columns),
         ACC=TRITON_DTYPES[accumulator_dtype(grad.dtype)],
         RUN_AHEAD=programs > FEW_PROGRAMS,
-        num_warps=num_warps or (4 if block_k > 2 else 2),
+        num_warps=num_warps,
         overlap=True,
     )

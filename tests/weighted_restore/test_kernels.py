@@ -26,9 +26,10 @@ def run(
     grad,
     device,
     topk=None,
-    num_warps=4,
+    num_warps=2,
     block_h=None,
     block_k=None,
+    blocks=None,
 ):
     """(out, inverse, grad_rows, grad_scores) from the kernels; ``topk`` where no scores give it."""
     from moe_custom_ops.weighted_restore import kernels
@@ -48,7 +49,7 @@ def run(
     grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
     grad_scores = None if scores is None else torch.full_like(scores, torch.nan).contiguous()
     read = None if scores is None else rows
-    options = {"num_warps": num_warps, "block_k": block_k}
+    options = {"num_warps": num_warps, "block_k": block_k, "blocks": blocks}
     launch = kernels.restore_backward(grad, read, scores, indices, topk, True, **options)
     launch(grad, read, scores, indices, slots, grad_rows, grad_scores)
     return out, inverse, grad_rows, grad_scores
@@ -122,6 +123,21 @@ def test_shapes(hidden, topk, kernel_device):
     check(*inputs(5, topk, hidden), kernel_device)
 
 
+@pytest.mark.parametrize("num_assignments", [1, 127, 128, 129, 4096])
+@pytest.mark.parametrize("num_rows", [0, 1, 300])
+def test_sizes_of_an_inversion(num_rows, num_assignments, kernel_device):
+    """Of one launch, whose programs own 128 assignments each."""
+    from moe_custom_ops.weighted_restore import kernels
+
+    generator = torch.Generator().manual_seed(2)
+    indices = torch.randint(-2, num_assignments + 2, (num_rows,), generator=generator)
+    inverse = torch.full((num_assignments + 1,), 12345, dtype=torch.int32, device=kernel_device)
+    (launch,) = kernels.invert(indices.to(kernel_device), num_assignments)
+    launch(indices.to(kernel_device), inverse)
+    assert torch.equal(inverse[:-1].cpu().long(), reference.invert(indices, num_assignments))
+    assert inverse[-1] == 12345
+
+
 @pytest.mark.parametrize("hidden", [7168, 7176, 8192])
 def test_wide_rows(hidden, kernel_device):
     check(*inputs(2, 2, hidden, torch.bfloat16), kernel_device)
@@ -190,9 +206,34 @@ def test_extreme_magnitudes(magnitude, kernel_device):
 
 def test_no_launch_choice_changes_a_bit(kernel_device):
     call = inputs(6, 5, 3000, torch.bfloat16)
-    choices = [(1, 64, 1), (2, 256, 2), (4, 512, 4), (4, 1024, 8), (8, 2048, 16)]
-    for num_warps, block_h, block_k in choices:
-        check(*call, kernel_device, num_warps=num_warps, block_h=block_h, block_k=block_k)
+    choices = [(1, 64, 1, 1), (2, 256, 2, 1), (4, 512, 4, 1), (4, 1024, 8, 1), (8, 2048, 16, 1)]
+    for num_warps, block_h, block_k, blocks in [*choices, (1, 1024, 2, 3), (2, 1024, 1, 5)]:
+        options = {"num_warps": num_warps, "block_h": block_h, "block_k": block_k}
+        check(*call, kernel_device, **options, blocks=blocks)
+
+
+def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
+    """The backward then takes a token, not a block of its assignments, per program."""
+    from moe_custom_ops.weighted_restore import kernels
+
+    monkeypatch.setattr(kernels, "ENOUGH_PROGRAMS", 20)
+    rows, scores, indices, addend, grad = inputs(30, 3, 9)
+    scores[indices[80] // 3] = torch.nan
+    for kept in (slice(0), slice(40), slice(1, 80, 7)):
+        launch = kernels.restore_backward(grad, rows[kept], scores, indices[kept], 3, True)
+        assert launch.options["BLOCKS"] > 1
+        check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
+
+
+def test_what_is_absent_makes_a_negative_zero_positive(kernel_device):
+    """Skipping an absent row is not to be seen: the reference adds a zero for it."""
+    rows, scores, indices, addend, grad = inputs(4, 2, 40)
+    rows, addend = torch.full_like(rows, -0.0), torch.full_like(addend, -0.0)
+    for kept, negative in ((8, True), (0, False)):
+        call = rows[:kept], scores, indices[:kept], addend, grad
+        check(*call, kernel_device)
+        out, *_ = run(*call, kernel_device)
+        assert torch.equal(out.signbit().cpu(), torch.full((4, 40), negative))
 
 
 def test_products_are_rounded_before_they_are_added(kernel_device):
