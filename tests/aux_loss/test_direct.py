@@ -169,6 +169,35 @@ def test_saved_tensors_are_watched(launched, kernel_device):
         loss.backward()
 
 
+def test_counts_whose_memory_was_exchanged(launched, kernel_device):
+    """``.data = ...`` is no change that autograd watches; the gradient reads what is there then."""
+    probs, counts = make_probs(40, 16)
+    own_probs, expected_probs = probs.to(kernel_device).requires_grad_(), probs.requires_grad_()
+    torch.ops.moe.aux_loss(expected_probs, counts + 1, 40, 8, 2, 0.1).backward()
+    own_counts = counts.to(kernel_device)
+    loss = aux_loss(own_probs, own_counts, 40, 8, 2, 0.1)
+    own_counts.data = (own_counts + 1).repeat_interleave(2)[::2]
+    loss.backward()
+    assert launched == FORWARD
+    assert_same_bits(own_probs.grad, expected_probs.grad)
+
+
+def test_two_losses_of_one_tensor(launched, kernel_device):
+    """Their gradients, which repeat one row, are not to be added into one another's memory."""
+    probs, counts = make_probs(40, 16)
+    own_probs, expected_probs = probs.to(kernel_device).requires_grad_(), probs.requires_grad_()
+    first = torch.ops.moe.aux_loss(expected_probs, counts, 40, 8, 2, 0.1)
+    (first + torch.ops.moe.aux_loss(expected_probs, counts + 3, 40, 8, 2, 0.1)).backward()
+    counts = counts.to(kernel_device)
+    for _ in range(2):
+        own_probs.grad = None
+        x = own_probs * 1
+        first = aux_loss(x, counts, 40, 8, 2, 0.1)
+        (first + aux_loss(x, counts + 3, 40, 8, 2, 0.1)).backward()
+        assert own_probs.grad.is_contiguous()
+        assert_same_bits(own_probs.grad, expected_probs.grad)
+
+
 def test_counts_and_total_receive_no_gradient(launched, kernel_device):
     probs, counts = make_probs(40, 16)
     counts = counts.to(kernel_device).float().requires_grad_()
