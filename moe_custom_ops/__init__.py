@@ -1,6 +1,7 @@
 """Deterministic PyTorch operators for the non-GEMM half of a mixture-of-experts layer."""
 
 from .aux_loss import aux_loss, aux_loss_workspace_size
+from .expert_permutation import expert_permutation, expert_permutation_workspace_size
 from .sequence_aux_loss import sequence_aux_loss, sequence_aux_loss_workspace_size
 from .weighted_restore import restore, weighted_restore, weighted_restore_workspace_size
 from .workspace import make_workspace
@@ -8,6 +9,8 @@ from .workspace import make_workspace
 __all__ = [
     "aux_loss",
     "aux_loss_workspace_size",
+    "expert_permutation",
+    "expert_permutation_workspace_size",
     "make_workspace",
     "restore",
     "sequence_aux_loss",

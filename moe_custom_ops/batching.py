@@ -3,7 +3,7 @@
 PyTorch has no batching rule of its own for a composite whose schema mutates a workspace.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ def register_vmap(name: str) -> None:
 
     def rule(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any, **options: Any
-    ) -> tuple[Tensor, int]:
-        def call(pick: Callable[[Tensor, int], Tensor]) -> Tensor:
+    ) -> tuple[Any, Any]:
+        def call(pick: Callable[[Tensor, int], Tensor]) -> Any:
             pairs = zip(arguments, in_dims, strict=True)
             return op(*[x if dim is None else pick(x, dim) for x, dim in pairs], **options)
 
@@ -26,8 +26,16 @@ def register_vmap(name: str) -> None:
             return x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]])
 
         if info.batch_size == 0:
-            return call(zeros)[None][:0], 0
-        results = [call(lambda x, dim, i=i: x.select(dim, i)) for i in range(info.batch_size)]  # type: ignore[misc]
-        return torch.stack(results), 0
+            results = [call(zeros)]
+        else:
+            results = [call(lambda x, dim, i=i: x.select(dim, i)) for i in range(info.batch_size)]  # type: ignore[misc]
+
+        def stack(elements: Sequence[Tensor]) -> Tensor:
+            return torch.stack(tuple(elements))[: info.batch_size]
+
+        if isinstance(results[0], Tensor):
+            return stack(results), 0
+        stacks = tuple(map(stack, zip(*results, strict=True)))
+        return stacks, (0,) * len(stacks)
 
     torch.library.register_vmap(f"moe::{name}", rule)

@@ -29,6 +29,7 @@ def launched(kernel_device, monkeypatch):
     """Names of the kernels launched, in order; the direct path is open on ``kernel_device``."""
     from moe_custom_ops import direct
     from moe_custom_ops.aux_loss import direct as aux
+    from moe_custom_ops.expert_permutation import direct as permutation
     from moe_custom_ops.sequence_aux_loss import direct as sequence
     from moe_custom_ops.triton_common import Launch
     from moe_custom_ops.weighted_restore import direct as restore
@@ -42,7 +43,7 @@ def launched(kernel_device, monkeypatch):
 
     monkeypatch.setattr(Launch, "__call__", spy)
     monkeypatch.setattr(direct, "CUDA", kernel_device == "cuda")
-    for room in (aux, restore, sequence):
+    for room in (aux, permutation, restore, sequence):
         monkeypatch.setattr(room, "_PLANS", direct.Plans())
     return names
 

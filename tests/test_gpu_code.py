@@ -184,3 +184,20 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
         check_wide_loads(ptx["_weighted_restore_kernel"])
         if weighted:
             check_wide_loads(ptx["_weighted_restore_backward_kernel"])
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(300, 5), (300, 128), (300, 4096)])
+@pytest.mark.parametrize("most_tiles", [2048, 2])
+def test_expert_permutation(num_tokens, num_experts, most_tiles, ptx, monkeypatch):
+    from moe_custom_ops.expert_permutation import kernels, reference
+
+    monkeypatch.setattr(reference, "MAX_TILES", most_tiles)
+    ids = torch.zeros(num_tokens, 8, dtype=torch.int64)
+    counts, order, offsets = (torch.empty(4, dtype=torch.int32) for _ in range(3))
+    count, scan, place = kernels.expert_permutation(ids, num_experts, 16, 5000)
+    count(ids, counts, order)
+    scan(counts)
+    place(ids, counts, order, torch.empty(4, dtype=torch.int64), offsets)
+    assert len(ptx) == 3
+    # No position comes from the order in which programs arrive.
+    assert not any(re.search(r"\b(atom|red)\.\S*global", code) for code in ptx.values())

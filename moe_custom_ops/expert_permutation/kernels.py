@@ -1,0 +1,187 @@
+"""Triton kernels of expert_permutation: count by tiles, scan over tiles, place.
+
+Tiles of consecutive assignments, blocks of a tile. An assignment's row is the start of its expert's
+group, plus the assignments of that expert in earlier tiles, in earlier blocks and earlier in the
+block. All are integers, and each is counted by one program: nothing depends on an order of arrival.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..fixed_order import next_power_of_2
+from ..triton_common import Launch, wait_for_previous_kernel
+from .reference import BLOCK, bins, tile_size
+
+FILL_BLOCK = 1024
+SCAN_TILES = 512
+SCAN_EXPERTS = 8
+
+
+@triton.jit
+def _load_ids(ids_ptr, index, num_assignments, num_experts, stride_t, stride_k, K: tl.constexpr):
+    """(expert of each assignment, whether there is one)"""
+    inside = index < num_assignments
+    token = (index // K).to(tl.int64)
+    ids = tl.load(ids_ptr + token * stride_t + (index % K) * stride_k, mask=inside, other=-1)
+    valid = (ids >= 0) & (ids < num_experts)
+    return tl.where(valid, ids, 0).to(tl.int32), valid
+
+
+@triton.jit(do_not_specialize=["num_assignments", "num_tiles", "num_rows"])
+def _count_experts_kernel(
+    ids_ptr,
+    counts_ptr,
+    sorted_ptr,
+    num_assignments,
+    num_tiles,
+    num_rows,
+    num_experts,
+    stride_t,
+    stride_k,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    FILL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The assignments of each expert in each tile; and every row as padding."""
+    wait_for_previous_kernel(OVERLAP, True)
+    pid = tl.program_id(0)
+    rows = pid.to(tl.int64) * FILL + tl.arange(0, FILL)
+    tl.store(sorted_ptr + rows, tl.full([FILL], -1, tl.int32), mask=rows < num_rows)
+    if pid < num_tiles:
+        counts = tl.zeros([BINS], tl.int32)
+        for start in range(0, TILE, BLOCK):
+            index = pid * TILE + start + tl.arange(0, BLOCK)
+            ids, valid = _load_ids(
+                ids_ptr, index, num_assignments, num_experts, stride_t, stride_k, K
+            )
+            counts += tl.histogram(ids, BINS, mask=valid)
+        tl.store(counts_ptr + pid * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _scan_tiles_kernel(
+    counts_ptr,
+    num_tiles,
+    BINS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Each count becomes the sum of those of earlier tiles; the totals go behind the last tile."""
+    wait_for_previous_kernel(OVERLAP, True)
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    total = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, num_tiles, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        ptrs = counts_ptr + tile[:, None] * BINS + experts[None, :]
+        mask = (tile < num_tiles)[:, None]
+        counts = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, tl.cumsum(counts, axis=0) - counts + total[None, :], mask=mask)
+        total += tl.sum(counts, axis=0)
+    tl.store(counts_ptr + num_tiles * BINS + experts, total)
+
+
+@triton.jit(do_not_specialize=["num_assignments", "num_tiles", "num_rows"])
+def _place_assignments_kernel(
+    ids_ptr,
+    counts_ptr,
+    sorted_ptr,
+    tokens_per_expert_ptr,
+    offsets_ptr,
+    num_assignments,
+    num_tiles,
+    num_rows,
+    num_experts,
+    stride_t,
+    stride_k,
+    K: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous_kernel(OVERLAP, True)
+    pid = tl.program_id(0)
+    experts = tl.arange(0, BINS)
+    totals = tl.load(counts_ptr + num_tiles * BINS + experts).to(tl.int64)
+    aligned = (totals + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    ends = tl.cumsum(aligned, axis=0)
+    if pid == 0:
+        own = experts < num_experts
+        tl.store(tokens_per_expert_ptr + experts, totals, mask=own)
+        tl.store(offsets_ptr + experts, tl.minimum(ends, num_rows).to(tl.int32), mask=own)
+    if pid < num_tiles:
+        # A row past the last is not written, whichever it is.
+        first_rows = ends - aligned + tl.load(counts_ptr + pid * BINS + experts)
+        first_rows = tl.minimum(first_rows, num_rows).to(tl.int32)
+        lanes = tl.arange(0, BLOCK)
+        earlier = lanes[None, :] < lanes[:, None]
+        for start in range(0, TILE, BLOCK):
+            index = pid * TILE + start + lanes
+            ids, valid = _load_ids(
+                ids_ptr, index, num_assignments, num_experts, stride_t, stride_k, K
+            )
+            # No lane has the expert of one that is dropped.
+            own = tl.where(valid, ids, -1)
+            same = (own[None, :] == ids[:, None]) & earlier
+            rows = tl.gather(first_rows, ids, axis=0) + tl.sum(same.to(tl.int32), axis=1)
+            tl.store(sorted_ptr + rows, index, mask=valid & (rows < num_rows))
+            if TILE > BLOCK:
+                first_rows = tl.minimum(first_rows + tl.histogram(ids, BINS, mask=valid), num_rows)
+
+
+def expert_permutation(
+    expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int
+) -> tuple[Launch, Launch, Launch]:
+    """Of (ids, counts, sorted), (counts) and (ids, counts, sorted, tokens_per_expert, offsets).
+
+    For ``expert_ids`` [tokens, K]. ``counts`` is scratch, for each tile's counts and the totals.
+    """
+    device, (num_tokens, topk) = expert_ids.device, expert_ids.shape
+    num_assignments = num_tokens * topk
+    tile, num_bins = tile_size(num_assignments, num_experts), bins(num_experts)
+    num_tiles = triton.cdiv(num_assignments, tile)
+    sizes = num_assignments, num_tiles, num_rows, num_experts, *expert_ids.stride()
+    options: dict[str, Any] = {
+        "K": topk,
+        "TILE": tile,
+        "BLOCK": BLOCK,
+        "BINS": num_bins,
+        "overlap": True,
+    }
+    block_e = min(SCAN_EXPERTS, num_bins)
+    return (
+        Launch(
+            _count_experts_kernel,
+            max(num_tiles, triton.cdiv(num_rows, FILL_BLOCK)),
+            device,
+            *sizes,
+            FILL=FILL_BLOCK,
+            **options,
+        ),
+        Launch(
+            _scan_tiles_kernel,
+            num_bins // block_e,
+            device,
+            num_tiles,
+            BINS=num_bins,
+            BLOCK_T=min(next_power_of_2(num_tiles), SCAN_TILES),
+            BLOCK_E=block_e,
+            overlap=True,
+        ),
+        Launch(
+            _place_assignments_kernel,
+            max(num_tiles, 1),
+            device,
+            *sizes,
+            ALIGNMENT=alignment,
+            **options,
+        ),
+    )

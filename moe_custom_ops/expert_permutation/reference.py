@@ -1,0 +1,52 @@
+"""expert_permutation in plain PyTorch: a stable sort, where the kernels count.
+
+And the tiles that the kernels count by, which bound the workspace.
+"""
+
+import torch
+from torch import Tensor
+
+from ..fixed_order import next_power_of_2
+
+# Assignments that are compared with one another; a tile has a power of two of such blocks.
+BLOCK = 128
+MAX_TILES = 2048
+MAX_COUNTS = 2**22
+
+
+def bins(num_experts: int) -> int:
+    """Counts per tile: a power of two, which a histogram needs."""
+    return max(next_power_of_2(num_experts), 16)
+
+
+def max_tiles(num_experts: int) -> int:
+    return min(MAX_TILES, MAX_COUNTS // bins(num_experts))
+
+
+def tile_size(num_assignments: int, num_experts: int) -> int:
+    """Assignments per tile: more only where the counts of all tiles would need too much scratch."""
+    return max(BLOCK, next_power_of_2(-(-num_assignments // max_tiles(num_experts))))
+
+
+def expert_permutation(
+    expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(token_indices_sorted int32 [num_rows], tokens_per_expert int64 [E], offsets int32 [E])"""
+    ids = expert_ids.reshape(-1).to(torch.int64)
+    # What is dropped counts as an expert past the last.
+    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
+    order = ids.argsort(stable=True)
+    counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))
+    tokens_per_expert = counts[:num_experts]
+    aligned = (tokens_per_expert + alignment - 1) // alignment * alignment
+    ends = aligned.cumsum(0)
+    # Where the group of each expert begins, less the number of assignments before it.
+    shift = torch.nn.functional.pad(ends - aligned - tokens_per_expert.cumsum(0), (0, 1))
+    shift = shift + torch.nn.functional.pad(tokens_per_expert, (0, 1))
+    sorted_ids = ids[order]
+    rows = torch.arange(ids.shape[0], device=ids.device) + shift[sorted_ids]
+    kept = (sorted_ids < num_experts) & (rows < num_rows)
+    result = ids.new_full((num_rows + 1,), -1, dtype=torch.int32)
+    result.scatter_(0, torch.where(kept, rows, num_rows), order.to(torch.int32))
+    # All that is dropped went to a place past the end.
+    return result[:num_rows].clone(), tokens_per_expert.clone(), ends.clamp(max=num_rows).int()

@@ -1,0 +1,133 @@
+"""The kernels of expert_permutation against its reference, under the interpreter and on a GPU."""
+
+import pytest
+import torch
+
+from moe_custom_ops import (
+    expert_permutation,
+    expert_permutation_workspace_size,
+    make_workspace,
+)
+from moe_custom_ops.expert_permutation import ops, reference
+
+pytestmark = pytest.mark.kernels
+
+KERNELS = ["_count_experts_kernel", "_scan_tiles_kernel", "_place_assignments_kernel"]
+
+
+def draw(num_tokens, topk, num_experts, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, num_experts + 1, (num_tokens, topk), generator=generator)
+
+
+def check(expert_ids, num_experts, device, alignment=1, num_rows=None, warps=None):
+    from moe_custom_ops.expert_permutation import kernels
+
+    num_rows = ops.check(expert_ids, num_experts, alignment, num_rows, None)
+    arguments = num_experts, alignment, num_rows
+    expected = reference.expert_permutation(expert_ids, *arguments)
+    # A row more than there is, and scratch and results that hold something else.
+    size = ops.num_counts(expert_ids.numel(), num_experts)
+    counts = torch.full((size + 1,), 12345, dtype=torch.int32, device=device)
+    results = [torch.full((x.numel() + 1,), 12345, dtype=x.dtype, device=device) for x in expected]
+    launches = kernels.expert_permutation(expert_ids.to(device), *arguments)
+    for launch in launches:
+        if warps is not None:
+            launch.options["num_warps"] = warps
+    count, scan, place = launches
+    ids = expert_ids.to(device)
+    count(ids, counts, results[0])
+    scan(counts)
+    place(ids, counts, *results)
+    for actual, exact in zip(results, expected, strict=True):
+        assert torch.equal(actual[:-1].cpu(), exact) and actual[-1] == 12345
+    assert counts[-1] == 12345
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 700])
+@pytest.mark.parametrize(("topk", "num_experts"), [(1, 1), (2, 5), (3, 64), (8, 300)])
+def test_sizes(num_tokens, topk, num_experts, kernel_device):
+    check(draw(num_tokens, topk, num_experts), num_experts, kernel_device)
+
+
+def test_many_experts(kernel_device):
+    check(draw(70, 4, 4096), 4096, kernel_device, alignment=8)
+
+
+@pytest.mark.parametrize("alignment", [1, 3, 128])
+@pytest.mark.parametrize("num_rows", [None, 0, 1, 100, 5000])
+def test_alignment_and_rows(alignment, num_rows, kernel_device):
+    check(draw(90, 3, 7), 7, kernel_device, alignment, num_rows)
+
+
+def test_groups_whose_end_does_not_fit_32_bits(kernel_device):
+    """Rows past ``num_rows`` are dropped, whatever the alignment makes of them."""
+    ids = draw(90, 3, 7)
+    check(ids, 7, kernel_device, alignment=2**30, num_rows=50)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_strides(dtype, kernel_device):
+    ids = draw(60, 6, 9).to(dtype)
+    for view in (ids, ids[:, ::2], ids[::3], ids.t()):
+        check(view, 9, kernel_device)
+
+
+def test_one_expert_takes_all_and_others_none(kernel_device):
+    ids = torch.full((300, 2), 3)
+    check(ids, 8, kernel_device, alignment=16)
+    check(ids * 0 - 1, 8, kernel_device)
+    ids = torch.tensor([2**32 + 3, -(2**40), 3]).expand(90, 3)
+    check(ids, 8, kernel_device)
+
+
+def test_tiles_grow_with_the_input(kernel_device, monkeypatch):
+    for most in (1, 2, 5):
+        monkeypatch.setattr(reference, "MAX_TILES", most)
+        ids = draw(333, 3, 20)
+        assert reference.tile_size(ids.numel(), 20) > reference.BLOCK
+        check(ids, 20, kernel_device, alignment=4)
+        check(ids, 20, kernel_device, num_rows=500)
+
+
+def test_a_scan_in_steps(kernel_device, monkeypatch):
+    from moe_custom_ops.expert_permutation import kernels
+
+    monkeypatch.setattr(kernels, "SCAN_TILES", 2)
+    check(draw(333, 3, 20), 20, kernel_device)
+
+
+@pytest.mark.parametrize("warps", [1, 2, 8])
+def test_no_launch_choice_changes_a_result(warps, kernel_device):
+    check(draw(333, 3, 20), 20, kernel_device, alignment=4, warps=warps)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("shape", [(40, 3), (4, 10, 3), (3,), (0, 3)])
+def test_the_direct_path(given, shape, launched, kernel_device):
+    ids = draw(40, 3, 8).view(4, 10, 3)[: shape[0] if len(shape) < 2 else None]
+    ids = draw(40, 3, 8).flatten()[: int(torch.tensor(shape).prod())].view(shape)
+    workspace = None
+    if given:
+        workspace = make_workspace(expert_permutation_workspace_size(40, 3, 8), kernel_device)
+        workspace.fill_(255)
+    expected = torch.ops.moe.expert_permutation(ids, 8, 4)
+    assert not launched
+    for _ in range(2):
+        launched.clear()
+        results = expert_permutation(ids.to(kernel_device), 8, 4, None, workspace)
+        assert launched == KERNELS
+        for actual, exact in zip(results, expected, strict=True):
+            assert torch.equal(actual.cpu(), exact)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_cuda_implementation(given, kernel_device):
+    ids = draw(40, 3, 8)
+    workspace = None
+    if given:
+        workspace = make_workspace(expert_permutation_workspace_size(40, 3, 8), kernel_device)
+    results = ops._launch(ids.to(kernel_device), 8, 4, 150, workspace)
+    expected = reference.expert_permutation(ids, 8, 4, 150)
+    for actual, exact in zip(results, expected, strict=True):
+        assert torch.equal(actual.cpu(), exact)
