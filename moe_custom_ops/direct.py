@@ -10,6 +10,7 @@ What checks and launchers read of the arguments is a call's signature. A plan is
 it, so a call whose signature was seen before needs neither.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -89,6 +90,16 @@ def is_plain(grad: Tensor) -> bool:
         return type(grad) in _TENSORS and grad.data_ptr() != 0 and not grad.is_neg()
     except RuntimeError:  # no storage: a gradient under is_grads_batched
         return False
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What a launch fixes of a tensor beside its address."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def is_plain_coefficient(coeff: Any) -> bool:
+    """A float that is no other's key: -0.0 equals 0.0, with another result."""
+    return type(coeff) is float and (coeff != 0.0 or math.copysign(1.0, coeff) > 0.0)
 
 
 def fresh(shape: Sequence[int], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Any:

@@ -59,8 +59,8 @@ def aux_loss(
         0-dim tensor: float64 for float64 ``probs``, else float32.
 
         The gradient of ``probs`` is a row expanded over the tokens (stride 0), in the dtype of
-        ``probs``. It cannot be written in place: clone it first. (With a ``token_mask`` it is an
-        ordinary tensor.)
+        ``probs``: what is written to one token's is written to all, mostly without an error, so
+        clone it first. (With a ``token_mask`` it is an ordinary tensor.)
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

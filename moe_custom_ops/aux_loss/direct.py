@@ -32,6 +32,7 @@ class _Plan:
             self.num_partials, self.loss_dtype, probs.device
         )
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
+        self.counts_layout = direct.layout(tokens_per_expert)
         # Where nothing is to be masked, the row is allocated as the gradient that repeats it.
         num_tokens, num_columns = probs.shape
         repeated = token_mask is None and num_tokens > 0
@@ -90,9 +91,14 @@ class _AuxLoss(torch.autograd.Function):
             return None, None, None
         tokens_per_expert, token_mask, scale = ctx.saved_tensors
         plan, scale_bits, own_counts, address, own_scale = ctx.call
-        # A hook on saved tensors may have brought others; their memory may be another's by now.
-        own = tokens_per_expert is own_counts and scale is own_scale
-        if own and tokens_per_expert.data_ptr() == address and direct.is_plain(grad):
+        # A hook on saved tensors may have brought others, and ``.data = ...`` is not watched.
+        if (
+            tokens_per_expert is own_counts
+            and scale is own_scale
+            and tokens_per_expert.data_ptr() == address
+            and direct.layout(tokens_per_expert) == plan.counts_layout
+            and direct.is_plain(grad)
+        ):
             row = plan.backward(grad, scale, scale_bits, tokens_per_expert)
             if row.dim() == 2:
                 return row, None, None
@@ -115,7 +121,7 @@ def aux_loss(
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
     # Numbers of other types are for the dispatcher and the checks, and so is a total of no token.
-    if not (type(num_experts) is type(topk) is int and type(coeff) is float):
+    if not (type(num_experts) is type(topk) is int and direct.is_plain_coefficient(coeff)):
         return None
     total: Tensor | None = None
     if type(total_num_tokens) is not int:

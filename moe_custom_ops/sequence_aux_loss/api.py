@@ -53,7 +53,8 @@ def sequence_aux_loss(
         0-dim tensor: float64 for float64 ``probs``, else float32; 0 if every sequence is empty.
 
         The gradient of ``probs`` has their dtype. For batch-first probs without a mask it is
-        expanded over the tokens (stride 0) and cannot be written in place: clone it first.
+        expanded over the tokens (stride 0): what is written to one token's is written to all of
+        its sequence, mostly without an error, so clone it first.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

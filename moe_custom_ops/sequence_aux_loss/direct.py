@@ -35,6 +35,7 @@ class _Plan:
         launches = kernels.loss_from_tile_sums(*inputs, self.num_slots)
         self.add_slots, self.add_sequences = launches
         self.grad_rows = kernels.grad_rows(tokens_per_expert)
+        self.counts_layout = direct.layout(tokens_per_expert)
         # Where nothing is to be masked or gathered, the rows of a batch are allocated as the
         # gradient that repeats them.
         num_sequences, num_experts = tokens_per_expert.shape
@@ -94,9 +95,14 @@ class _SequenceAuxLoss(torch.autograd.Function):
             return None, None, None
         tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
         plan, own_counts, address, own_scales = ctx.call
-        # A hook on saved tensors may have brought others; their memory may be another's by now.
-        own = tokens_per_expert is own_counts and scales is own_scales
-        if own and tokens_per_expert.data_ptr() == address and direct.is_plain(grad):
+        # A hook on saved tensors may have brought others, and ``.data = ...`` is not watched.
+        if (
+            tokens_per_expert is own_counts
+            and scales is own_scales
+            and tokens_per_expert.data_ptr() == address
+            and direct.layout(tokens_per_expert) == plan.counts_layout
+            and direct.is_plain(grad)
+        ):
             rows = plan.backward(grad, scales, tokens_per_expert)
             if rows.dim() == 3:
                 return rows, None, None
@@ -116,7 +122,7 @@ def sequence_aux_loss(
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
     # Numbers of other types are for the dispatcher and the checks.
-    if not (type(topk) is int and type(coeff) is float):
+    if not (type(topk) is int and direct.is_plain_coefficient(coeff)):
         return None
     tensors = direct.signature(probs, tokens_per_expert, cu_seqlens, token_mask, workspace)
     if tensors is None or probs is None or tokens_per_expert is None:

@@ -182,6 +182,26 @@ def test_counts_whose_memory_was_exchanged(launched, kernel_device):
     assert_same_bits(own_probs.grad, expected_probs.grad)
 
 
+def test_counts_whose_layout_was_exchanged(launched, kernel_device):
+    """At the address that they had."""
+    probs, counts = make_probs(40, 16)
+    own_probs = probs.to(kernel_device).requires_grad_()
+    own_counts = counts.to(kernel_device)
+    loss = aux_loss(own_probs, own_counts, 40, 8, 2, 0.1)
+    own_counts.data = own_counts.data[:1].expand(16)
+    loss.backward()
+    assert launched == FORWARD
+    assert (own_probs.grad == own_probs.grad[0, 0]).all() and own_probs.grad[0, 0] != 0
+
+
+def test_a_negative_zero_is_a_coefficient_of_its_own(launched, kernel_device):
+    probs, counts = make_probs(40, 16)
+    probs, counts = probs.to(kernel_device), counts.to(kernel_device)
+    for coeff in (0.0, -0.0, 0.0):
+        loss = aux_loss(probs, counts, 40, 8, 2, coeff)
+        assert loss == 0.0 and loss.signbit().item() == (str(coeff) == "-0.0")
+
+
 def test_two_losses_of_one_tensor(launched, kernel_device):
     """Their gradients, which repeat one row, are not to be added into one another's memory."""
     probs, counts = make_probs(40, 16)
