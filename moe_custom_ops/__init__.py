@@ -3,7 +3,14 @@
 from .aux_loss import aux_loss, aux_loss_workspace_size
 from .expert_permutation import expert_permutation, expert_permutation_workspace_size
 from .sequence_aux_loss import sequence_aux_loss, sequence_aux_loss_workspace_size
-from .weighted_restore import restore, weighted_restore, weighted_restore_workspace_size
+from .weighted_restore import (
+    inverse_permutation,
+    permute,
+    permute_workspace_size,
+    restore,
+    weighted_restore,
+    weighted_restore_workspace_size,
+)
 from .workspace import make_workspace
 
 __all__ = [
@@ -11,7 +18,10 @@ __all__ = [
     "aux_loss_workspace_size",
     "expert_permutation",
     "expert_permutation_workspace_size",
+    "inverse_permutation",
     "make_workspace",
+    "permute",
+    "permute_workspace_size",
     "restore",
     "sequence_aux_loss",
     "sequence_aux_loss_workspace_size",

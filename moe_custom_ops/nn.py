@@ -8,8 +8,14 @@ from torch import Tensor, nn
 
 from . import checks
 from .aux_loss import aux_loss, aux_loss_workspace_size
+from .expert_permutation import expert_permutation, expert_permutation_workspace_size
 from .grouped_mm import grouped_mm
-from .weighted_restore import weighted_restore, weighted_restore_workspace_size
+from .weighted_restore import (
+    inverse_permutation,
+    permute,
+    weighted_restore,
+    weighted_restore_workspace_size,
+)
 
 __all__ = ["AuxLoss", "MoE", "WeightedRestore"]
 
@@ -140,6 +146,8 @@ class MoE(nn.Module):
         >>> out, loss, tokens_per_expert = layer(torch.randn(4, 32, 64))
     """
 
+    workspace: Tensor
+
     def __init__(
         self,
         hidden_size: int,
@@ -184,7 +192,9 @@ class MoE(nn.Module):
             self.shared_up = linear(hidden_size, 2 * shared_intermediate_size)
             self.shared_down = linear(shared_intermediate_size, hidden_size)
         self.aux_loss = AuxLoss(num_experts, topk, aux_loss_coeff, max_tokens, device=device)
-        self.restore = WeightedRestore(max_tokens, topk, device=device)
+        size = expert_permutation_workspace_size(max_tokens, topk, num_experts)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        self.register_buffer("workspace", workspace, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -209,22 +219,20 @@ class MoE(nn.Module):
         top_scores, expert_ids = probs.topk(self.topk)
         top_scores = top_scores / top_scores.sum(-1, keepdim=True)
 
-        experts = torch.arange(self.num_experts, device=x.device)
-        tokens_per_expert = (expert_ids.reshape(-1, 1) == experts).sum(0)
-        offsets = tokens_per_expert.cumsum(0).to(torch.int32)
-        token_indices_sorted = expert_ids.flatten().argsort(stable=True)
-
-        # Each assignment's copy is read once, so that no gradient is added by atomics.
+        token_indices_sorted, tokens_per_expert, offsets = expert_permutation(
+            expert_ids, self.num_experts, workspace=self.workspace
+        )
+        inverse = inverse_permutation(token_indices_sorted, tokens.shape[0], self.topk)
         dtype = _compute_dtype(self.up)
         tokens = tokens.to(dtype)
-        rows = tokens.repeat_interleave(self.topk, dim=0)[token_indices_sorted]
+        rows = permute(tokens, token_indices_sorted, self.topk, inverse=inverse)
         hidden = _swiglu(grouped_mm(rows, self.up.to(dtype), offsets))
         rows = grouped_mm(hidden, self.down.to(dtype), offsets)
 
         addend = None
         if self.shared_up is not None and self.shared_down is not None:
             addend = self.shared_down(_swiglu(self.shared_up(tokens)))
-        out = self.restore(rows, top_scores, token_indices_sorted, addend)
+        out = weighted_restore(rows, top_scores, token_indices_sorted, addend, inverse=inverse)
         loss = self.aux_loss(probs, tokens_per_expert, tokens.shape[0])
         return out.view(x.shape), loss, tokens_per_expert
 

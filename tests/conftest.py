@@ -45,6 +45,8 @@ def launched(kernel_device, monkeypatch):
     monkeypatch.setattr(direct, "CUDA", kernel_device == "cuda")
     for room in (aux, permutation, restore, sequence):
         monkeypatch.setattr(room, "_PLANS", direct.Plans())
+    monkeypatch.setattr(restore, "_PERMUTE_PLANS", direct.Plans())
+    monkeypatch.setattr(restore, "_INVERSIONS", direct.Plans())
     return names
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_custom_ops.benchmarks import losses, restores
+from moe_custom_ops.benchmarks import losses, permutations, restores
 from moe_custom_ops.benchmarks.__main__ import format_host, format_row
 from moe_custom_ops.benchmarks.timing import HostTimes, Row
 
@@ -22,13 +22,15 @@ def _without_a_graph(monkeypatch):
             call()
         return [2.0, *(4.0 for _ in calls[1:])]
 
-    for module in (losses, restores):
+    for module in (losses, permutations, restores):
         monkeypatch.setattr(module, "graph_time", once)
         monkeypatch.setattr(module, "host_times", host_once)
         monkeypatch.setattr(module, "input_sets", lambda num_bytes, device: 2)
     monkeypatch.setattr(losses, "AUX_LOSS_SHAPES", [(16, 8)])
     monkeypatch.setattr(losses, "SEQUENCE_SHAPES", [(2, 8, 8)])
     monkeypatch.setattr(restores, "SHAPES", [(8, 2, 16)])
+    monkeypatch.setattr(permutations, "SHAPES", [(8, 2, 16)])
+    monkeypatch.setattr(permutations, "ORDERS", [(8, 2, 4)])
     monkeypatch.setattr(restores, "INVERSIONS", [256])
     monkeypatch.setattr(restores, "ODD_SHAPES", [(8, 2, 9)])
     monkeypatch.setattr(restores, "SPARSE_SHAPE", (16, 8, 4))
@@ -42,6 +44,16 @@ def test_losses():
         assert times.others == {"eager": 4.0}
 
 
+def test_permutations():
+    device = torch.device("cpu")
+    (order,) = permutations.orders(device)
+    assert order.num_bytes == 12 * 16 and order.eager
+    rows = list(permutations.rows(device))
+    assert [row.num_bytes for row in rows] == [8 * 3 * 16 * 2] * 2
+    for times in (permutations.orders_host(device), permutations.rows_host(device)):
+        assert times.others == {"eager": 4.0}
+
+
 def test_the_formulas_compared_are_the_same():
     probs, counts = torch.rand(16, 8), torch.randint(0, 9, (8,))
     ours, eager = losses.our_aux_loss(probs, counts), losses.eager_aux_loss(probs, counts)
@@ -50,6 +62,11 @@ def test_the_formulas_compared_are_the_same():
     for own, ends in ((probs.view(2, 8, 8), None), (probs, torch.tensor([0, 8, 16]))):
         ours = losses.our_sequence_aux_loss(own, counts, ends)
         torch.testing.assert_close(ours, losses.eager_sequence_aux_loss(own, counts, ends))
+    ids = torch.rand(9, 4).topk(2).indices
+    order, inverse, counts = permutations.eager_order(ids, 4)
+    own, own_counts, _ = permutations.expert_permutation(ids, 4)
+    assert torch.equal(own.long(), order) and torch.equal(own_counts, counts)
+    assert torch.equal(order[inverse], torch.arange(18))
     rows, scores, indices, _ = restores.make(8, 2, 16, torch.device("cpu"))
     ours = restores.weighted_restore(rows, scores, indices)
     torch.testing.assert_close(ours, restores.eager_restore(rows, scores, indices))

@@ -52,7 +52,7 @@ def test_a_kernel_call_without_triton_is_refused(root):
         NO_TRITON
         + """
 from moe_custom_ops.backend import load_kernels
-for op in ("aux_loss", "sequence_aux_loss", "weighted_restore"):
+for op in ("aux_loss", "expert_permutation", "sequence_aux_loss", "weighted_restore"):
     try:
         load_kernels(f"moe_custom_ops.{op}")
     except ImportError as error:
@@ -104,12 +104,16 @@ print("\\n".join(sorted(new)))
     ]
 
 
-@pytest.mark.parametrize("op", ["aux_loss", "sequence_aux_loss", "weighted_restore"])
+@pytest.mark.parametrize(
+    "op", ["aux_loss", "expert_permutation", "permute", "sequence_aux_loss", "weighted_restore"]
+)
 def test_the_first_call_ever_may_be_compiled(op, root):
     calls = {
         "aux_loss": "m.aux_loss(torch.rand(5, 8), torch.ones(8), 5, 8, 2, 1.0)",
         "sequence_aux_loss": "m.sequence_aux_loss(torch.rand(2, 5, 8), torch.ones(2, 8), 2, 1.0)",
         "weighted_restore": "m.weighted_restore(torch.rand(6, 8), torch.rand(6, 1), i)",
+        "permute": "m.permute(torch.rand(6, 8), i, 1)",
+        "expert_permutation": "m.expert_permutation(i[:, None], 6)[0] + 0.0",
     }
     run_python(
         f"""
@@ -143,7 +147,7 @@ ALLOWED = {
     "testing": {"testing"},
     "benchmarks": {"api", "benchmarks", "testing", "kernels"},
 }
-ROOMS = ("aux_loss", "sequence_aux_loss", "weighted_restore")
+ROOMS = ("aux_loss", "expert_permutation", "sequence_aux_loss", "weighted_restore")
 
 
 def _role(parts):

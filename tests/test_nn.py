@@ -173,7 +173,7 @@ def test_inputs_of_the_modules_are_checked():
     with pytest.raises(ValueError, match="aux_loss: probs must be of shape"):
         layer.aux_loss(torch.tensor(1.0), torch.ones(6), 1)
     with pytest.raises(TypeError, match="WeightedRestore: top_scores must be a Tensor, got list"):
-        layer.restore(torch.randn(4, 8), [1.0], torch.arange(4))
+        WeightedRestore(8, 2)(torch.randn(4, 8), [1.0], torch.arange(4))
 
 
 def test_aux_loss_module_takes_a_mask():

@@ -8,17 +8,21 @@ import argparse
 
 import torch
 
-from . import losses, restores
+from . import losses, permutations, restores
 from .timing import HostTimes, Row, copy_rate
 
 ROWS = {
     "aux_loss": losses.aux_loss_rows,
     "sequence_aux_loss": losses.sequence_rows,
+    "expert_permutation": permutations.orders,
+    "permute": permutations.rows,
     "weighted_restore": restores.rows,
 }
 HOST = {
     "aux_loss": losses.aux_loss_host,
     "sequence_aux_loss": losses.sequence_host,
+    "expert_permutation": permutations.orders_host,
+    "permute": permutations.rows_host,
     "weighted_restore": restores.host,
 }
 

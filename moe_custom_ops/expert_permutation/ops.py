@@ -90,8 +90,9 @@ def check(
     else:
         checks.integer(OP, "num_rows", num_rows, 0)
         most_rows = num_rows
-    for name, size in (("expert_ids", num_assignments), ("num_rows", most_rows)):
-        checks.value(size < 2**31, OP, name, "of fewer than 2^31 assignments or rows", size)
+    expected = "of fewer than 2^31 elements"
+    checks.value(num_assignments < 2**31, OP, "expert_ids", expected, num_assignments)
+    checks.value(most_rows < 2**31, OP, "num_rows", "fewer than 2^31", most_rows)
     if workspace is not None:
         workspaces.resolve(OP, workspace, _size(num_assignments, num_experts), expert_ids)
     return num_rows

@@ -1,6 +1,13 @@
-"""The fused restore, weighted or not: expert-major rows straight to token order."""
+"""The fused restore, weighted or not, and permute, its adjoint."""
 
-from .api import restore, weighted_restore
-from .ops import weighted_restore_workspace_size
+from .api import inverse_permutation, permute, restore, weighted_restore
+from .ops import permute_workspace_size, weighted_restore_workspace_size
 
-__all__ = ["restore", "weighted_restore", "weighted_restore_workspace_size"]
+__all__ = [
+    "inverse_permutation",
+    "permute",
+    "permute_workspace_size",
+    "restore",
+    "weighted_restore",
+    "weighted_restore_workspace_size",
+]

@@ -1,4 +1,4 @@
-"""The documented functions of weighted_restore and restore."""
+"""The documented functions of the restores, of permute and of the inverse that they share."""
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ def weighted_restore(
     token_indices_sorted: Tensor,
     addend: Tensor | None = None,
     workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> Tensor:
     r"""Weighted sum of each token's expert rows, from expert-major order to token order.
 
@@ -39,6 +40,9 @@ def weighted_restore(
             or a residual.
         workspace: scratch of at least :func:`weighted_restore_workspace_size` bytes, made by
             :func:`make_workspace`; None allocates it.
+        inverse: :func:`inverse_permutation` of ``token_indices_sorted``, int32 of the shape of
+            ``top_scores``, where several ops of a layer share it; None inverts here. No workspace
+            is needed then.
 
     Returns:
         [*, H] in the dtype of ``rows``, contiguous: ``top_scores`` [batch, seq, K] gives
@@ -61,8 +65,9 @@ def weighted_restore(
         >>> weighted_restore(rows, torch.rand(3, 2), token_indices_sorted).shape
         torch.Size([3, 16])
     """
+    arguments = rows, top_scores, token_indices_sorted, addend, workspace, inverse
     if not torch.compiler.is_compiling():
-        out = direct.weighted_restore(rows, top_scores, token_indices_sorted, addend, workspace)
+        out = direct.weighted_restore(*arguments)
         if out is not None:
             return out
     checks.is_tensor("weighted_restore", "rows", rows)
@@ -72,7 +77,9 @@ def weighted_restore(
         checks.is_tensor("weighted_restore", "addend", addend)
     if workspace is not None:
         checks.is_tensor("weighted_restore", "workspace", workspace)
-    return torch.ops.moe.weighted_restore(rows, top_scores, token_indices_sorted, addend, workspace)
+    if inverse is not None:
+        checks.is_tensor("weighted_restore", "inverse", inverse)
+    return torch.ops.moe.weighted_restore(*arguments)
 
 
 def restore(
@@ -82,6 +89,7 @@ def restore(
     topk: int,
     addend: Tensor | None = None,
     workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> Tensor:
     r"""Sum of each token's expert rows, from expert-major order to token order.
 
@@ -103,6 +111,8 @@ def restore(
         addend: optional start of the sum [T, H] in the dtype of ``rows``.
         workspace: scratch of at least :func:`weighted_restore_workspace_size` bytes, made by
             :func:`make_workspace`; None allocates it.
+        inverse: :func:`inverse_permutation` of ``token_indices_sorted``, int32 [T, K], where
+            several ops of a layer share it; None inverts here. No workspace is needed then.
 
     Returns:
         [T, H] in the dtype of ``rows``, contiguous. Gradients go to ``rows`` (zero at padding) and
@@ -121,8 +131,9 @@ def restore(
         >>> restore(rows, token_indices_sorted, num_tokens=3, topk=2).shape
         torch.Size([3, 16])
     """
+    arguments = rows, token_indices_sorted, num_tokens, topk, addend, workspace, inverse
     if not torch.compiler.is_compiling():
-        out = direct.restore(rows, token_indices_sorted, num_tokens, topk, addend, workspace)
+        out = direct.restore(*arguments)
         if out is not None:
             return out
     checks.is_tensor("restore", "rows", rows)
@@ -133,4 +144,96 @@ def restore(
         checks.is_tensor("restore", "addend", addend)
     if workspace is not None:
         checks.is_tensor("restore", "workspace", workspace)
-    return torch.ops.moe.restore(rows, token_indices_sorted, num_tokens, topk, addend, workspace)
+    if inverse is not None:
+        checks.is_tensor("restore", "inverse", inverse)
+    return torch.ops.moe.restore(*arguments)
+
+
+def permute(
+    tokens: Tensor,
+    token_indices_sorted: Tensor,
+    topk: int,
+    workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> Tensor:
+    r"""Copies of the tokens in expert-major order.
+
+    .. math::
+        \text{rows}_i = \text{tokens}_{\lfloor \text{token\_indices\_sorted}_i / K \rfloor}
+
+    and zero for padding. This is the dispatch step of a mixture-of-experts layer; it is the adjoint
+    of :func:`restore`, which is its backward. A token is read once and its K rows are written.
+
+    Args:
+        tokens: [T, H] of any strides; bfloat16, float16, float32 or float64. Without a gradient
+            also float8, integers and bool: quantised tokens, or their scales.
+        token_indices_sorted: int32 or int64 [N]: row i is for flat assignment t * K + k, as
+            :func:`expert_permutation` gives it. A negative value, or one of at least T * K, marks
+            padding; so does an assignment that a higher row holds too.
+        topk: experts per token K, at least 1.
+        workspace: scratch of at least :func:`permute_workspace_size` bytes, made by
+            :func:`make_workspace`; None allocates it. It is used where no gradient is recorded:
+            for one the inverse is kept, in memory of its own.
+        inverse: :func:`inverse_permutation` of ``token_indices_sorted``, int32 [T, K], where
+            several ops of a layer share it; None inverts here. No workspace is needed then.
+
+    Returns:
+        [N, H] in the dtype of ``tokens``, contiguous.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, value or device, or the workspace is too small,
+            misaligned or not contiguous.
+        NotImplementedError: forward-mode AD, or a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> tokens = torch.arange(6.0).view(3, 2)
+        >>> expert_ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
+        >>> permute(tokens, expert_ids.flatten().argsort(stable=True), topk=2)[:, 0].tolist()
+        [0.0, 2.0, 4.0, 0.0, 2.0, 4.0]
+    """
+    arguments = tokens, token_indices_sorted, topk, workspace, inverse
+    if not torch.compiler.is_compiling():
+        rows = direct.permute(*arguments)
+        if rows is not None:
+            return rows
+    checks.is_tensor("permute", "tokens", tokens)
+    checks.is_tensor("permute", "token_indices_sorted", token_indices_sorted)
+    checks.is_integer("permute", "topk", topk)
+    if workspace is not None:
+        checks.is_tensor("permute", "workspace", workspace)
+    if inverse is not None:
+        checks.is_tensor("permute", "inverse", inverse)
+    return torch.ops.moe.permute(*arguments)
+
+
+def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor:
+    """The row of each assignment, which :func:`permute` and the restores can share.
+
+    Args:
+        token_indices_sorted: int32 or int64 [N]: the flat assignment t * K + k of each row. A
+            negative value, or one of at least T * K, marks padding.
+        num_tokens: number T of tokens, at least 0.
+        topk: experts per token K, at least 1.
+
+    Returns:
+        int32 [T, K]: the highest row that holds the assignment, or -1 where none does.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, value or device.
+        NotImplementedError: a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> inverse_permutation(torch.tensor([2, 0, -1, 3]), num_tokens=2, topk=2).tolist()
+        [[1, -1], [0, 3]]
+    """
+    if not torch.compiler.is_compiling():
+        inverse = direct.inverse_permutation(token_indices_sorted, num_tokens, topk)
+        if inverse is not None:
+            return inverse
+    name = "inverse_permutation"
+    checks.is_tensor(name, "token_indices_sorted", token_indices_sorted)
+    checks.is_integer(name, "num_tokens", num_tokens)
+    checks.is_integer(name, "topk", topk)
+    return torch.ops.moe.inverse_permutation(token_indices_sorted, num_tokens, topk)

@@ -1,4 +1,4 @@
-"""weighted_restore and restore past the dispatcher: an inversion, a gather, one backward launch."""
+"""The restores and permute past the dispatcher: an inversion, and one launch each way."""
 
 import math
 from typing import Any
@@ -28,6 +28,7 @@ class _Plan:
         shape: tuple[int, ...],
         op: str,
         parts: list[Any],
+        has_inverse: bool,
     ) -> None:
         self.op = op
         self.kernels = load_kernels(__package__)
@@ -39,7 +40,8 @@ class _Plan:
         self.rows_stride = _contiguous(self.rows_shape)
         self.scores_dtype = None if top_scores is None else top_scores.dtype
         self.num_assignments, self.topk = math.prod(shape), shape[-1]
-        self.saved = *parts[:3], direct.fresh(shape, self.stride, torch.int32, rows)
+        slots = direct.fresh(shape, self.stride, torch.int32, rows)
+        self.saved = *parts[:3], parts[-1] if has_inverse else slots
         self.invert = self.kernels.invert(token_indices_sorted, self.num_assignments)
         self.restore = self.kernels.restore(
             rows,
@@ -57,19 +59,23 @@ class _Plan:
         token_indices_sorted: Tensor,
         addend: Tensor | None,
         workspace: Tensor | None,
+        inverse: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(result, slots)"""
         empty = direct.allocator(self.device)
         out = empty(self.out_shape, self.out_stride, self.dtype)
-        slots = empty(self.shape, self.stride, torch.int32)
-        inverse, copy = slots, None
-        if workspace is not None:
-            inverse = workspaces.scratch(self.op, workspace, self.num_assignments, torch.int32)
-            copy = slots
-        for launch in self.invert:
-            launch(token_indices_sorted, inverse)
+        slots, copy = inverse, None
+        if slots is None:
+            own = slots = empty(self.shape, self.stride, torch.int32)
+            if workspace is not None:
+                own = workspaces.scratch(self.op, workspace, self.num_assignments, torch.int32)
+                copy = slots
+            for launch in self.invert:
+                launch(token_indices_sorted, own)
+        else:
+            own = slots
         scores = None if top_scores is None else ops.flat(top_scores)
-        self.restore(rows, scores, inverse, None if addend is None else ops.flat(addend), out, copy)
+        self.restore(rows, scores, own, None if addend is None else ops.flat(addend), out, copy)
         return out, slots
 
     def backward(
@@ -113,9 +119,9 @@ class _Restore(torch.autograd.Function):
         addend: Tensor | None,
         plan: _Plan,
         token_indices_sorted: Tensor,
-        workspace: Tensor | None,
+        *inversion: Tensor | None,
     ) -> Tensor:
-        out, slots = plan.forward(rows, top_scores, token_indices_sorted, addend, workspace)
+        out, slots = plan.forward(rows, top_scores, token_indices_sorted, addend, *inversion)
         need_rows, need_scores = ctx.needs_input_grad[:2]
         if need_rows or need_scores:
             kept = rows if need_scores else None
@@ -151,6 +157,7 @@ class _Restore(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -159,12 +166,12 @@ def weighted_restore(
     top_scores: Tensor,
     token_indices_sorted: Tensor,
     addend: Tensor | None,
-    workspace: Tensor | None,
+    *inversion: Tensor | None,
 ) -> Tensor | None:
     """The result, or None where the call is for the dispatcher."""
     if top_scores is None:
         return None
-    return _call(ops.OP, rows, top_scores, token_indices_sorted, None, None, addend, workspace)
+    return _call(ops.OP, rows, top_scores, token_indices_sorted, None, None, addend, *inversion)
 
 
 def restore(
@@ -173,15 +180,18 @@ def restore(
     num_tokens: int,
     topk: int,
     addend: Tensor | None,
-    workspace: Tensor | None,
+    *inversion: Tensor | None,
 ) -> Tensor | None:
     """The result, or None where the call is for the dispatcher."""
-    # Numbers of other types are for the dispatcher and the checks.
-    if not (type(num_tokens) is type(topk) is int):
+    if not (_is_plain_size(num_tokens, 0) and _is_plain_size(topk, 1)):
         return None
-    if not (0 <= num_tokens < 2**63 and 1 <= topk < 2**63):
-        return None
-    return _call("restore", rows, None, token_indices_sorted, num_tokens, topk, addend, workspace)
+    inputs = rows, None, token_indices_sorted, num_tokens, topk, addend
+    return _call("restore", *inputs, *inversion)
+
+
+def _is_plain_size(number: int, minimum: int) -> bool:
+    """Numbers of other types are for the dispatcher and the checks."""
+    return type(number) is int and minimum <= number < 2**63
 
 
 def _call(
@@ -193,9 +203,13 @@ def _call(
     topk: int | None,
     addend: Tensor | None,
     workspace: Tensor | None,
+    inverse: Tensor | None,
 ) -> Tensor | None:
-    tensors = direct.signature(rows, top_scores, token_indices_sorted, addend, workspace)
+    inversion = workspace, inverse
+    tensors = direct.signature(rows, top_scores, token_indices_sorted, addend, *inversion)
     if tensors is None or rows is None or token_indices_sorted is None:
+        return None
+    if inverse is not None and not inverse.is_contiguous():
         return None
     key = (*tensors, num_tokens, topk)
     plan = _PLANS.get(key)
@@ -206,10 +220,9 @@ def _call(
         else:
             assert num_tokens is not None and topk is not None
             shape = (num_tokens, topk)
-        ops.check(
-            op, rows, top_scores, token_indices_sorted, shape[:-1], shape[-1], addend, workspace
-        )
-        plan = _Plan(rows, top_scores, token_indices_sorted, addend, shape, op, tensors)
+        given = rows, top_scores, token_indices_sorted
+        ops.check(op, *given, shape[:-1], shape[-1], addend, *inversion)
+        plan = _Plan(*given, addend, shape, op, tensors, inverse is not None)
         _PLANS.add(key, plan)
     if torch.is_grad_enabled() and (
         rows.requires_grad
@@ -217,6 +230,120 @@ def _call(
         or (addend is not None and addend.requires_grad)
     ):
         return direct.apply(
-            _Restore, rows, top_scores, addend, plan, token_indices_sorted, workspace
+            _Restore, rows, top_scores, addend, plan, token_indices_sorted, *inversion
         )
-    return plan.forward(rows, top_scores, token_indices_sorted, addend, workspace)[0]
+    return plan.forward(rows, top_scores, token_indices_sorted, addend, *inversion)[0]
+
+
+class _PermutePlan:
+    """Launches and sizes of the calls of permute of one signature."""
+
+    def __init__(self, tokens: Tensor, token_indices_sorted: Tensor, topk: int) -> None:
+        kernels = load_kernels(__package__)
+        self.device, self.dtype = tokens.device, tokens.dtype
+        self.num_tokens, num_columns = tokens.shape
+        self.shape, self.stride = (self.num_tokens, topk), (topk, 1)
+        self.rows_shape = (token_indices_sorted.shape[0], num_columns)
+        self.rows_stride = _contiguous(self.rows_shape)
+        self.invert = kernels.invert(token_indices_sorted, self.num_tokens * topk)
+        self.permute = kernels.restore_backward(
+            ops.as_moved(tokens), None, None, token_indices_sorted, topk, True
+        )
+
+    def forward(
+        self, tokens: Tensor, token_indices_sorted: Tensor, inverse: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(rows, slots)"""
+        empty = direct.allocator(self.device)
+        rows = empty(self.rows_shape, self.rows_stride, self.dtype)
+        if inverse is None:
+            inverse = empty(self.shape, self.stride, torch.int32)
+            for launch in self.invert:
+                launch(token_indices_sorted, inverse)
+        moved = ops.as_moved(tokens), None, None, token_indices_sorted, inverse
+        self.permute(*moved, ops.as_moved(rows), None)
+        return rows, inverse
+
+
+_PERMUTE_PLANS: direct.Plans[_PermutePlan] = direct.Plans()
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        plan: _PermutePlan,
+        token_indices_sorted: Tensor,
+        inverse: Tensor | None,
+    ) -> Tensor:
+        rows, slots = plan.forward(tokens, token_indices_sorted, inverse)
+        ctx.save_for_backward(token_indices_sorted, slots)
+        ctx.shape = plan.shape
+        ctx.set_materialize_grads(False)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_tokens = None
+        if grad is not None:
+            token_indices_sorted, slots = ctx.saved_tensors
+            inputs = grad, token_indices_sorted, *ctx.shape, None, None, slots
+            grad_tokens = restore(*inputs)
+            if grad_tokens is None:
+                grad_tokens = torch.ops.moe.restore(*inputs)
+        return grad_tokens, None, None, None
+
+
+def permute(
+    tokens: Tensor,
+    token_indices_sorted: Tensor,
+    topk: int,
+    workspace: Tensor | None,
+    inverse: Tensor | None,
+) -> Tensor | None:
+    """The rows, or None where the call is for the dispatcher."""
+    if not _is_plain_size(topk, 1):
+        return None
+    tensors = direct.signature(tokens, token_indices_sorted, workspace, inverse)
+    if tensors is None or tokens is None or token_indices_sorted is None:
+        return None
+    if inverse is not None and not inverse.is_contiguous():
+        return None
+    key = (*tensors, topk)
+    plan = _PERMUTE_PLANS.get(key)
+    if plan is None:
+        ops.check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
+        plan = _PermutePlan(tokens, token_indices_sorted, topk)
+        _PERMUTE_PLANS.add(key, plan)
+    if tokens.requires_grad and torch.is_grad_enabled():
+        return direct.apply(_Permute, tokens, plan, token_indices_sorted, inverse)
+    if inverse is None and workspace is not None:
+        num_tokens, topk = plan.shape
+        inverse = workspaces.scratch("permute", workspace, num_tokens * topk, torch.int32)
+        for launch in plan.invert:
+            launch(token_indices_sorted, inverse)
+    return plan.forward(tokens, token_indices_sorted, inverse)[0]
+
+
+def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor | None:
+    """The inverse, or None where the call is for the dispatcher."""
+    if not (_is_plain_size(num_tokens, 0) and _is_plain_size(topk, 1)):
+        return None
+    tensors = direct.signature(token_indices_sorted)
+    if tensors is None or token_indices_sorted is None:
+        return None
+    key = (*tensors, num_tokens, topk)
+    launches = _INVERSIONS.get(key)
+    if launches is None:
+        ops.check_inverse_permutation(token_indices_sorted, num_tokens, topk)
+        launches = load_kernels(__package__).invert(token_indices_sorted, num_tokens * topk)
+        _INVERSIONS.add(key, launches)
+    empty = direct.allocator(token_indices_sorted.device)
+    inverse = empty((num_tokens, topk), (topk, 1), torch.int32)
+    for launch in launches:
+        launch(token_indices_sorted, inverse)
+    return inverse
+
+
+_INVERSIONS: direct.Plans[Any] = direct.Plans()

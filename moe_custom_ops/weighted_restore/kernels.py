@@ -131,7 +131,8 @@ def _weighted_restore_kernel(
     RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    num_columns, stride_rn, stride_at = num_columns * UNIT, stride_rn * UNIT, stride_at * UNIT
+    unit = tl.full([], UNIT, tl.int64)
+    num_columns, stride_rn, stride_at = num_columns * UNIT, stride_rn * unit, stride_at * unit
     pid = tl.program_id(0).to(tl.int64)
     token = pid // BLOCKS_H
     first_column = (pid % BLOCKS_H) * BLOCK_H
@@ -217,7 +218,8 @@ def _weighted_restore_backward_kernel(
     RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    num_columns, stride_gt, stride_rn = num_columns * UNIT, stride_gt * UNIT, stride_rn * UNIT
+    unit = tl.full([], UNIT, tl.int64)
+    num_columns, stride_gt, stride_rn = num_columns * UNIT, stride_gt * unit, stride_rn * unit
     pid = tl.program_id(0).to(tl.int64)
     if PREFETCH:
         prefetch_tile(
@@ -272,19 +274,20 @@ def _weighted_restore_backward_kernel(
                 grad = tl.load(
                     grad_ptr + token * stride_gt + columns * stride_gh,
                     mask=columns < num_columns,
-                    other=0.0,
-                )
-                grad = widen(grad, ACC)[None, :]
+                    other=0,
+                )[None, :]
                 if grad_scores_ptr is not None:
                     row = tl.load(row_ptrs + columns[None, :] * stride_rh, mask=mask, other=0.0)
-                    acc = acc + tl.where(mask, grad * widen(row, ACC), 0.0)
+                    acc = acc + tl.where(mask, widen(grad, ACC) * widen(row, ACC), 0.0)
                 if grad_rows_ptr is not None:
-                    product = tl.broadcast_to(grad, [BLOCK_K, LANES])
+                    # Without scores a copy, of whatever dtype.
+                    copies = tl.broadcast_to(grad, [BLOCK_K, LANES])
                     if scores_ptr is not None:
-                        product = score * grad
+                        products = score * widen(grad, ACC)
+                        copies = cast(products, grad_rows_ptr.dtype.element_ty)
                     tl.store(
                         grad_rows_ptr + slots[:, None] * num_columns + columns[None, :],
-                        cast(product, grad_rows_ptr.dtype.element_ty),
+                        copies,
                         mask=mask,
                     )
             if grad_scores_ptr is not None:
@@ -313,6 +316,8 @@ def _weighted_restore_backward_kernel(
 
 def _unit(dtype: torch.dtype, *sizes: int) -> int:
     """Elements of a load of at most 16 bytes that divide all of ``sizes``.
+
+    A stride in such units may fit 32 bits where the stride does not.
 
     Sizes reach a kernel in these units: that a size is a multiple of 8, Triton finds out only where
     it is a multiple of 16. Rows of 7176 bfloat16 took 1.7 times as long without.

@@ -1,10 +1,12 @@
-"""Registration of ``torch.ops.moe.weighted_restore`` and ``restore``: schema, fake, autograd.
+"""Registration of ``weighted_restore``, ``restore``, ``permute`` and ``inverse_permutation``.
 
 Each public name is a composite. ``restore_gather`` returns the result and the slots, which are the
 inverse permutation; it saves those and inputs for its gradient. Without a workspace it inverts the
 permutation into the slots itself. With one, ``invert_permutation`` writes the inverse there first,
-and the gather reads it; the workspace is never saved, so two calls in one graph may share it. The
-backward is an op of its own, with a backward in plain PyTorch.
+and the gather reads it; the workspace is never saved, so two calls in one graph may share it. Where
+the caller has the inverse, that is read and saved. The backward is an op of its own. Without scores
+the two are each other's adjoint: ``permute`` is the backward of ``restore``, and the other way
+round. With scores the backward has a backward in plain PyTorch.
 """
 
 import math
@@ -22,6 +24,20 @@ from ..fixed_order import accumulator_dtype, cast
 from . import reference
 
 OP = "weighted_restore"
+# Moved by permute without a gradient: quantised tokens, their scales, and indices.
+MOVED_DTYPES = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
 
 
 def weighted_restore_workspace_size(num_tokens: int, topk: int) -> int:
@@ -54,6 +70,7 @@ def check(
     topk: int,
     addend: Tensor | None,
     workspace: Tensor | None,
+    inverse: Tensor | None,
 ) -> None:
     """Raise unless the arguments are what ``op`` takes; the result has the shape [*lead, H]."""
     checks.supported_device(op, "rows", rows)
@@ -65,19 +82,39 @@ def check(
     checks.dtype(op, "token_indices_sorted", token_indices_sorted, checks.INDEX_DTYPES)
     checks.same_device(op, "token_indices_sorted", token_indices_sorted, rows, "rows")
     _check_indices(op, rows.shape[0], token_indices_sorted)
-    num_assignments = math.prod(lead) * topk
     assignments = "top_scores" if top_scores is not None else "num_tokens * topk"
-    for name, size in (("rows", rows.shape[0]), (assignments, num_assignments)):
-        checks.value(size < 2**31, op, name, "of fewer than 2^31 rows or assignments", size)
+    _check_count(op, "rows", rows.shape[0])
+    _check_count(op, assignments, math.prod(lead) * topk)
     if addend is not None:
         expected = [*lead, rows.shape[1]]
-        checks.dtype(op, "addend", addend, (rows.dtype,))
+        checks.dtype(op, "addend", addend, (rows.dtype,), ", not that of rows")
         checks.same_shape(op, "addend", addend, expected, f"[*, H] = {expected}")
         checks.same_device(op, "addend", addend, rows, "rows")
     checks.no_forward_tangent(op, rows, top_scores, addend)
+    _check_inversion(op, [*lead, topk], rows, "rows", workspace, inverse)
+
+
+def _check_count(op: str, name: str, size: int) -> None:
+    expected = "fewer than 2^31" if "*" in name else "of fewer than 2^31 rows or assignments"
+    checks.value(size < 2**31, op, name, expected, size)
+
+
+def _check_inversion(
+    op: str,
+    shape: Sequence[int],
+    like: Tensor,
+    like_name: str,
+    workspace: Tensor | None,
+    inverse: Tensor | None,
+) -> None:
     if workspace is not None:
-        size = workspaces.align(num_assignments * torch.int32.itemsize)
-        workspaces.resolve(op, workspace, size, rows)
+        size = workspaces.align(math.prod(shape) * torch.int32.itemsize)
+        workspaces.resolve(op, workspace, size, like)
+    if inverse is not None:
+        checks.dtype(op, "inverse", inverse, (torch.int32,))
+        checks.same_device(op, "inverse", inverse, like, like_name)
+        description = f"[*, K] = {list(shape)}"
+        checks.same_shape(op, "inverse", inverse, shape, description)
 
 
 def _check_indices(op: str, num_rows: int, token_indices_sorted: Tensor) -> None:
@@ -151,26 +188,32 @@ def restore_gather(
     addend: Tensor | None,
     workspace: Tensor | None,
     shape: Sequence[int],
+    inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(the weighted sum of each token's rows [*, H], slots int32 of ``shape`` = [*, K]).
 
     The slots, the row of each assignment or -1, are saved for the backward. To invert again there
-    took 3.4 us at 65536 assignments on an H200, as much as the backward of a small call, and would
-    need scratch as large. They have a second use: Inductor moves an op that returns one tensor to
-    its first use, which may lie behind the next call's write to the same workspace, and then clones
-    the workspace; the items of a tuple are taken where they were traced.
+    took 2.4 us at 65536 assignments on an H200, half of the backward of a small call, and would
+    need scratch as large. Where the inverse is given it is saved, and the slots are empty.
+
+    They have a second use: Inductor moves an op that returns one tensor to its first use, which may
+    lie behind the next call's write to the same workspace, and then clones the workspace; the items
+    of a tuple are taken where they were traced.
     """
-    out, slots = _empty_results(rows, shape)
-    if workspace is None:
-        inverse = reference.invert(token_indices_sorted, slots.numel())
+    out, slots = _empty_results(rows, inverse, shape)
+    if inverse is not None:
+        own = inverse
+    elif workspace is not None:
+        own = _inverse("restore_gather", workspace, slots.numel())
     else:
-        # The scratch is the caller's: an entry outside the rows means that no row holds it.
-        inverse = _inverse("restore_gather", workspace, slots.numel())
-        inverse = torch.where((inverse < 0) | (inverse >= rows.shape[0]), -1, inverse)
-    slots.copy_(inverse.view(slots.shape))
+        own = reference.invert(token_indices_sorted, slots.numel())
+    # The caller's may hold anything: an entry outside the rows means that no row holds it.
+    own = torch.where((own < 0) | (own >= rows.shape[0]), -1, own).view(list(shape))
+    if inverse is None:
+        slots.copy_(own)
     scores = None if top_scores is None else flat(top_scores)
     flat_addend = None if addend is None else flat(addend)
-    result = reference.weighted_restore(rows, scores, flat(slots).long(), flat_addend)
+    result = reference.weighted_restore(rows, scores, flat(own).long(), flat_addend)
     # Into a fresh tensor: a view returned here could not be changed in place by the caller.
     flat(out).copy_(result)
     return out, slots
@@ -184,21 +227,25 @@ def _restore_gather_cuda(
     addend: Tensor | None,
     workspace: Tensor | None,
     shape: Sequence[int],
+    inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     name, (num_rows, num_columns) = "restore_gather", rows.shape
     _check_inner(name, num_rows, num_columns, shape, token_indices_sorted, top_scores, addend)
-    out, slots = _empty_results(rows, shape)
+    out, slots = _empty_results(rows, inverse, shape)
     scores = None if top_scores is None else flat(top_scores)
     flat_addend = None if addend is None else flat(addend)
-    num_tokens, topk = flat(slots).shape
-    if workspace is None:
-        inverse, copy = slots, None
-        _invert(token_indices_sorted, slots)
+    copy = None
+    if inverse is not None:
+        _check_inversion(name, shape, rows, "rows", None, inverse)
+        own = inverse.contiguous()
+    elif workspace is not None:
+        own, copy = _inverse(name, workspace, slots.numel()), slots
     else:
-        inverse = _inverse("restore_gather", workspace, slots.numel())
-        copy = slots
+        own = slots
+        _invert(token_indices_sorted, slots)
+    num_tokens, topk = math.prod(shape[:-1]), shape[-1]
     launch = load_kernels(__package__).restore(rows, scores, flat_addend, num_tokens, topk)
-    launch(rows, scores, inverse, flat_addend, out, copy)
+    launch(rows, scores, own, flat_addend, out, copy)
     return out, slots
 
 
@@ -210,13 +257,16 @@ def _(
     addend: Tensor | None,
     workspace: Tensor | None,
     shape: Sequence[int],
+    inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_results(rows, shape)
+    return _empty_results(rows, inverse, shape)
 
 
-def _empty_results(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _empty_results(
+    rows: Tensor, inverse: Tensor | None, shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     out = rows.new_empty([*shape[:-1], rows.shape[1]])
-    return out, rows.new_empty(shape, dtype=torch.int32)
+    return out, rows.new_empty(shape if inverse is None else (0,), dtype=torch.int32)
 
 
 @torch.library.custom_op("moe::restore_backward", mutates_args=(), device_types="cpu")
@@ -312,19 +362,20 @@ def _empty_grads(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, top_scores, token_indices_sorted = inputs[:3]
-    _, slots = output
+    rows, top_scores, token_indices_sorted, _, _, _, inverse = inputs
+    slots = output[1]
     # Only the gradient of the scores reads the rows: a frozen router does not keep them alive.
     need_rows, need_scores = ctx.needs_input_grad[:2]
     if need_rows or need_scores:
         kept = rows if need_scores else None
-        ctx.save_for_backward(kept, top_scores, token_indices_sorted, slots)
+        own = slots if inverse is None else inverse
+        ctx.save_for_backward(kept, top_scores, token_indices_sorted, own)
     ctx.mark_non_differentiable(slots)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    need_rows, need_scores, _, need_addend, _, _ = ctx.needs_input_grad
+    need_rows, need_scores, _, need_addend, *_ = ctx.needs_input_grad
     grad_rows = grad_scores = None
     if grad is not None and (need_rows or need_scores):
         grad_rows, grad_scores = torch.ops.moe.restore_backward(grad, *ctx.saved_tensors, need_rows)
@@ -333,6 +384,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
         grad_scores if need_scores else None,
         None,
         grad if need_addend else None,
+        None,
         None,
         None,
     )
@@ -350,7 +402,9 @@ def _setup_double_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
 def _double_backward(
     ctx: Any, grad_grad_rows: Tensor | None, grad_grad_scores: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Plain PyTorch, differentiable to any order. With u = grad_grad_rows and v = grad_grad_scores:
+    """Differentiable to any order: without scores by the gather, else in plain PyTorch.
+
+    With u = grad_grad_rows and v = grad_grad_scores:
 
     grad[t]          += sum_k top_scores[t, k] * u[slot] + v[t, k] * rows[slot]
     rows[slot]       += v[t, k] * grad[t]
@@ -358,6 +412,12 @@ def _double_backward(
     """
     grad, rows, top_scores, token_indices_sorted, slots = ctx.saved_tensors
     need_grad, need_rows, need_scores = ctx.needs_input_grad[:3]
+    if top_scores is None:
+        d_grad = None
+        if grad_grad_rows is not None and ctx.has_rows and need_grad:
+            inputs = grad_grad_rows, None, token_indices_sorted, None, None
+            d_grad = torch.ops.moe.restore_gather(*inputs, list(slots.shape), slots)[0]
+        return d_grad, None, None, None, None, None
     dtype = accumulator_dtype(grad.dtype)
     flat_grad, shape = flat(grad).to(dtype), slots.shape
     slots = flat(slots).long()
@@ -366,7 +426,7 @@ def _double_backward(
     if grad_grad_rows is not None and ctx.has_rows:
         u = reference.with_zero_row(grad_grad_rows)[slots].to(dtype)  # [T, K, H]
         if need_grad:
-            weighted = u if top_scores is None else flat(top_scores).to(dtype)[..., None] * u
+            weighted = flat(top_scores).to(dtype)[..., None] * u
             terms.append(torch.where(held, weighted, 0.0))
         if need_scores:
             products = torch.where(held, flat_grad[:, None, :] * u, 0.0)
@@ -392,12 +452,15 @@ def _gather(
     token_indices_sorted: Tensor,
     addend: Tensor | None,
     workspace: Tensor | None,
+    inverse: Tensor | None,
     shape: Sequence[int],
 ) -> Tensor:
-    if workspace is not None:
+    if inverse is not None:
+        workspace = None
+    elif workspace is not None:
         torch.ops.moe.invert_permutation(token_indices_sorted, math.prod(shape), workspace)
     out, _ = torch.ops.moe.restore_gather(
-        rows, top_scores, token_indices_sorted, addend, workspace, shape
+        rows, top_scores, token_indices_sorted, addend, workspace, shape, inverse
     )
     return out
 
@@ -408,11 +471,13 @@ def _weighted_restore(
     token_indices_sorted: Tensor,
     addend: Tensor | None = None,
     workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> Tensor:
     check_scores(top_scores)
     shape = list(top_scores.shape)
-    check(OP, rows, top_scores, token_indices_sorted, shape[:-1], shape[-1], addend, workspace)
-    return _gather(rows, top_scores, token_indices_sorted, addend, workspace, shape)
+    inversion = workspace, inverse
+    check(OP, rows, top_scores, token_indices_sorted, shape[:-1], shape[-1], addend, *inversion)
+    return _gather(rows, top_scores, token_indices_sorted, addend, *inversion, shape)
 
 
 def check_scores(top_scores: Tensor) -> None:
@@ -433,24 +498,150 @@ def _restore(
     topk: int,
     addend: Tensor | None = None,
     workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> Tensor:
     checks.integer("restore", "num_tokens", num_tokens, 0)
     checks.integer("restore", "topk", topk, 1)
-    check("restore", rows, None, token_indices_sorted, [num_tokens], topk, addend, workspace)
-    return _gather(rows, None, token_indices_sorted, addend, workspace, [num_tokens, topk])
+    inversion = workspace, inverse
+    check("restore", rows, None, token_indices_sorted, [num_tokens], topk, addend, *inversion)
+    return _gather(rows, None, token_indices_sorted, addend, *inversion, [num_tokens, topk])
 
 
-torch.library.define(
-    "moe::weighted_restore",
-    "(Tensor rows, Tensor top_scores, Tensor token_indices_sorted, Tensor? addend=None, "
-    "Tensor(a!)? workspace=None) -> Tensor",
-)
-torch.library.impl("moe::weighted_restore", "CompositeImplicitAutograd", _weighted_restore)
-torch.library.define(
-    "moe::restore",
-    "(Tensor rows, Tensor token_indices_sorted, SymInt num_tokens, int topk, Tensor? addend=None, "
-    "Tensor(a!)? workspace=None) -> Tensor",
-)
-torch.library.impl("moe::restore", "CompositeImplicitAutograd", _restore)
-register_vmap("weighted_restore")
-register_vmap("restore")
+@torch.library.custom_op("moe::inverse", mutates_args=(), device_types="cpu")
+def inverse(token_indices_sorted: Tensor, shape: Sequence[int]) -> Tensor:
+    """The row of each assignment, or -1: int32 of ``shape`` = [T, K]."""
+    result = reference.invert(token_indices_sorted, math.prod(shape))
+    return result.to(torch.int32).view(list(shape))
+
+
+@inverse.register_kernel("cuda")
+def _inverse_cuda(token_indices_sorted: Tensor, shape: Sequence[int]) -> Tensor:
+    result = token_indices_sorted.new_empty(shape, dtype=torch.int32)
+    _invert(token_indices_sorted, result)
+    return result
+
+
+@inverse.register_fake
+def _(token_indices_sorted: Tensor, shape: Sequence[int]) -> Tensor:
+    return token_indices_sorted.new_empty(shape, dtype=torch.int32)
+
+
+def check_inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> None:
+    op, name = "inverse_permutation", "token_indices_sorted"
+    checks.supported_device(op, name, token_indices_sorted)
+    checks.dtype(op, name, token_indices_sorted, checks.INDEX_DTYPES)
+    checks.rank(op, name, token_indices_sorted, "[N]")
+    checks.integer(op, "num_tokens", num_tokens, 0)
+    checks.integer(op, "topk", topk, 1)
+    _check_count(op, name, token_indices_sorted.shape[0])
+    _check_count(op, "num_tokens * topk", num_tokens * topk)
+
+
+def _inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor:
+    check_inverse_permutation(token_indices_sorted, num_tokens, topk)
+    return torch.ops.moe.inverse(token_indices_sorted, [num_tokens, topk])
+
+
+def permute_workspace_size(num_tokens: int, topk: int) -> int:
+    """Bytes of workspace that :func:`permute` needs: 4 per assignment.
+
+    The size for a maximum of tokens serves every smaller number.
+
+    Args:
+        num_tokens: number of tokens, at least 0.
+        topk: experts per token, at least 1.
+
+    Returns:
+        Size in bytes, for :func:`make_workspace`.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: ``num_tokens`` is negative or ``topk`` is below 1.
+    """
+    checks.integer("permute_workspace_size", "num_tokens", num_tokens, 0)
+    checks.integer("permute_workspace_size", "topk", topk, 1)
+    return workspaces.align(num_tokens * topk * torch.int32.itemsize)
+
+
+def check_permute(
+    tokens: Tensor,
+    token_indices_sorted: Tensor,
+    topk: int,
+    workspace: Tensor | None,
+    inverse: Tensor | None,
+) -> None:
+    checks.supported_device("permute", "tokens", tokens)
+    checks.dtype("permute", "tokens", tokens, (*checks.FLOAT_DTYPES, *MOVED_DTYPES))
+    checks.rank("permute", "tokens", tokens, "[T, H]")
+    name = "token_indices_sorted"
+    checks.dtype("permute", name, token_indices_sorted, checks.INDEX_DTYPES)
+    checks.rank("permute", name, token_indices_sorted, "[N]")
+    checks.same_device("permute", name, token_indices_sorted, tokens, "tokens")
+    checks.integer("permute", "topk", topk, 1)
+    _check_count("permute", name, token_indices_sorted.shape[0])
+    _check_count("permute", "T * topk", tokens.shape[0] * topk)
+    checks.no_forward_tangent("permute", tokens)
+    _check_inversion("permute", [tokens.shape[0], topk], tokens, "tokens", workspace, inverse)
+
+
+def as_moved(tokens: Tensor) -> Tensor:
+    """What the kernels copy: float8 and bool as bytes, all else as it is."""
+    if tokens.dtype in MOVED_DTYPES and tokens.dtype.itemsize == 1:
+        return tokens.view(torch.uint8)
+    return tokens
+
+
+def _permute(
+    tokens: Tensor,
+    token_indices_sorted: Tensor,
+    topk: int,
+    workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> Tensor:
+    check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
+    num_tokens = tokens.shape[0]
+    if inverse is None and workspace is not None and not _is_recorded(tokens):
+        num_assignments = num_tokens * topk
+        torch.ops.moe.invert_permutation(token_indices_sorted, num_assignments, workspace)
+        num_bytes = num_assignments * torch.int32.itemsize
+        inverse = workspace[:num_bytes].view(torch.int32).view(num_tokens, topk)
+    elif inverse is None:
+        inverse = torch.ops.moe.inverse(token_indices_sorted, [num_tokens, topk])
+    moved = as_moved(tokens)
+    rows, _ = torch.ops.moe.restore_backward(moved, None, None, token_indices_sorted, inverse, True)
+    return rows if moved is tokens else rows.view(tokens.dtype)
+
+
+def _is_recorded(tokens: Tensor) -> bool:
+    """Whether a backward will read the inverse, which then may not lie in a workspace."""
+    return torch.is_grad_enabled() and tokens.requires_grad
+
+
+_INVERSION = "Tensor(a!)? workspace=None, Tensor? inverse=None"
+for _name, _arguments, _function in (
+    (
+        "weighted_restore",
+        "Tensor rows, Tensor top_scores, Tensor token_indices_sorted, Tensor? addend=None, "
+        + _INVERSION,
+        _weighted_restore,
+    ),
+    (
+        "restore",
+        "Tensor rows, Tensor token_indices_sorted, SymInt num_tokens, int topk, "
+        "Tensor? addend=None, " + _INVERSION,
+        _restore,
+    ),
+    (
+        "permute",
+        "Tensor tokens, Tensor token_indices_sorted, int topk, " + _INVERSION,
+        _permute,
+    ),
+    (
+        "inverse_permutation",
+        "Tensor token_indices_sorted, SymInt num_tokens, int topk",
+        _inverse_permutation,
+    ),
+):
+    torch.library.define(f"moe::{_name}", f"({_arguments}) -> Tensor")
+    torch.library.impl(f"moe::{_name}", "CompositeImplicitAutograd", _function)
+    register_vmap(_name)

@@ -55,14 +55,17 @@ def weighted_restore(
 def grad_rows(
     grad: Tensor, top_scores: Tensor | None, slots: Tensor, assignments: Tensor
 ) -> Tensor:
-    """top_scores[t, k] * grad[t] at the row of (t, k), zero at padding rows: [N, H]."""
-    dtype = accumulator_dtype(grad.dtype)
+    """top_scores[t, k] * grad[t] at the row of (t, k), zero at padding rows: [N, H].
+
+    Without scores a copy of grad[t], of any dtype.
+    """
     tokens = torch.where(assignments < 0, -1, assignments // slots.shape[1])
-    products = with_zero_row(grad)[tokens].to(dtype)
-    if top_scores is not None:
-        scores = torch.nn.functional.pad(top_scores.reshape(-1).to(dtype), (0, 1))[assignments]
-        products = scores[:, None] * products
-    return cast(products, grad.dtype)
+    copies = with_zero_row(grad)[tokens]
+    if top_scores is None:
+        return copies
+    dtype = accumulator_dtype(grad.dtype)
+    scores = torch.nn.functional.pad(top_scores.reshape(-1).to(dtype), (0, 1))[assignments]
+    return cast(scores[:, None] * copies.to(dtype), grad.dtype)
 
 
 def grad_scores(grad: Tensor, rows: Tensor, slots: Tensor, scores_dtype: torch.dtype) -> Tensor:

@@ -106,9 +106,9 @@ BAD_CALLS = [
     ({"num_experts": 0}, ValueError, "num_experts must be at least 1, got 0"),
     ({"num_experts": 4097}, ValueError, "num_experts must be at most 4096, got 4097"),
     ({"alignment": 0}, ValueError, "alignment must be at least 1, got 0"),
-    ({"alignment": 2**30}, ValueError, "num_rows must be of fewer than 2\\^31"),
+    ({"alignment": 2**30}, ValueError, "num_rows must be fewer than 2\\^31"),
     ({"num_rows": -1}, ValueError, "num_rows must be at least 0, got -1"),
-    ({"num_rows": 2**31}, ValueError, "num_rows must be of fewer than 2\\^31"),
+    ({"num_rows": 2**31}, ValueError, "num_rows must be fewer than 2\\^31"),
     ({"workspace": torch.zeros(9)}, TypeError, "workspace must be uint8, got float32"),
     ({"workspace": torch.zeros(16, dtype=torch.uint8)}, ValueError, "workspace must be at least"),
 ]

@@ -65,9 +65,9 @@ def test_the_workspace_is_written_in_place_without_a_clone():
         calls_in_generated_code(code),
         """\
 torch.ops.moe.invert_permutation.default(input0, 48, input1)
-buf2 = torch.ops.moe.restore_gather.default(input2, input3, input0, input4, input1, [16, 3])
+buf2 = torch.ops.moe.restore_gather.default(input2, input3, input0, input4, input1, [16, 3], inverse=None)
 torch.ops.moe.invert_permutation.default(input0, 48, input1)
-buf7 = torch.ops.moe.restore_gather.default(input2, input3, input0, buf3, input1, [16, 3])""",
+buf7 = torch.ops.moe.restore_gather.default(input2, input3, input0, buf3, input1, [16, 3], inverse=None)""",  # noqa: E501
     )
 
 

@@ -279,3 +279,18 @@ def test_float64_reaches_a_half_type_through_float32(kernel_device):
     _, _, _, grad_scores = run(*call, kernel_device)
     assert grad_scores.item() == 1.0
     check(*call, kernel_device)
+
+
+@pytest.mark.parametrize("wide", ["rows", "addend", "grad"])
+def test_strides_of_more_than_2_31_elements(wide, kernel_device):
+    """They fit 32 bits only while they are counted in units of a load. Two pages are touched."""
+    names = ("rows", "scores", "indices", "addend", "grad")
+    call = dict(zip(names, inputs(2, 1, 16, torch.bfloat16), strict=True))
+    stride = 2**32
+    memory = torch.empty(stride + 16, dtype=torch.bfloat16, device=kernel_device)
+    spread = memory.as_strided((2, 16), (stride, 1))
+    spread.copy_(call[wide])
+    expected = expect(*call.values(), 1)
+    actual = run(**{**call, wide: spread}, device=kernel_device)
+    for a, b in zip(actual, expected, strict=True):
+        assert_same_bits(a, b)

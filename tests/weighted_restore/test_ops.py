@@ -387,7 +387,11 @@ BAD_CALLS = [
     ),
     ({"addend": torch.rand(7, 19)}, ValueError, r"addend must be .*\[7, 20\], got \[7, 19\]"),
     ({"addend": torch.rand(1, 7, 20)}, ValueError, r"addend must be .*got \[1, 7, 20\]"),
-    ({"addend": torch.rand(7, 20).half()}, TypeError, "addend must be float32, got float16"),
+    (
+        {"addend": torch.rand(7, 20).half()},
+        TypeError,
+        "addend must be float32, got float16, not that of rows",
+    ),
     ({"addend": torch.rand(7, 20, device="meta")}, ValueError, "addend must be on"),
     ({"workspace": "big"}, TypeError, "workspace must be a Tensor, got str"),
     (

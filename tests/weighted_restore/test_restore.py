@@ -139,7 +139,7 @@ def test_a_token_count_that_depends_on_data():
         ),
         ({"num_tokens": -1}, ValueError, "num_tokens must be at least 0, got -1"),
         ({"num_tokens": 7.0}, TypeError, "num_tokens must be an int, got float"),
-        ({"num_tokens": 2**30}, ValueError, r"num_tokens \* topk must be of fewer than 2\^31"),
+        ({"num_tokens": 2**30}, ValueError, r"num_tokens \* topk must be fewer than 2\^31"),
         ({"num_tokens": 2**63}, ValueError, "num_tokens must fit 64 bits, got 9223372036854775808"),
         ({"topk": 2**63}, ValueError, "topk must fit 64 bits, got 9223372036854775808"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),

@@ -1,0 +1,77 @@
+"""expert_permutation and permute against what training codes write in eager PyTorch."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..expert_permutation import expert_permutation
+from ..weighted_restore import permute
+from .restores import SHAPES, make
+from .timing import HostTimes, Row, graph_time, host_times, input_sets
+
+ORDERS = [(256, 8, 128), (8192, 8, 128), (4096, 8, 256), (8192, 2, 8)]  # (tokens, topk, experts)
+
+
+def eager_order(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order, inverse and counts by a stable sort."""
+    flat = expert_ids.flatten()
+    order = flat.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=flat.device)
+    )
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return order, inverse, counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def orders(device: torch.device) -> Iterator[Row]:
+    """Bytes of the ids, 8 each, and of the order, 4 each."""
+    for num_tokens, topk, num_experts in ORDERS:
+        num_bytes = 12 * num_tokens * topk
+        inputs = [
+            (torch.rand(num_tokens, num_experts, device=device).topk(topk).indices, num_experts)
+            for _ in range(min(input_sets(num_bytes, device), 60))
+        ]
+        ours, eager = (graph_time(f, inputs, calls=60) for f in (expert_permutation, eager_order))
+        name = f"expert_permutation T{num_tokens} K{topk} E{num_experts}"
+        yield Row(name, num_bytes, ours, eager)
+
+
+def rows(device: torch.device) -> Iterator[Row]:
+    """permute, the inversion included, and a stream of the same mix of reads and writes."""
+    for num_tokens, topk, hidden in SHAPES:
+        num_bytes = num_tokens * (topk + 1) * hidden * 2
+        inputs = []
+        for _ in range(min(input_sets(num_bytes, device), 60)):
+            copies, _, indices, tokens = make(num_tokens, topk, hidden, device)
+            inputs.append((tokens, indices, indices // topk, copies.view(num_tokens, topk, hidden)))
+        name = f"T{num_tokens} K{topk} H{hidden}"
+        ours = graph_time(lambda x, i, j, out, k=topk: permute(x, i, k), inputs, calls=20)
+        eager = graph_time(lambda x, i, j, out: x[j], inputs, calls=20)
+        yield Row(f"permute {name}", num_bytes, ours, eager)
+        stream = graph_time(
+            lambda x, i, j, out: torch.neg(x[:, None].expand_as(out), out=out), inputs, calls=20
+        )
+        yield Row(f"1 read : {topk} writes in order {name}", num_bytes, stream)
+
+
+def orders_host(device: torch.device) -> HostTimes:
+    ids = torch.rand(256, 128, device=device).topk(8).indices
+    calls = [lambda: expert_permutation(ids, 128), lambda: eager_order(ids, 128)]
+    ours, eager = host_times(calls)
+    return HostTimes("expert_permutation", ours, {"eager": eager})
+
+
+def rows_host(device: torch.device) -> HostTimes:
+    _, _, indices, tokens = make(256, 8, 512, device)
+    copies = torch.randn(2048, 512, device=device, dtype=tokens.dtype)
+    tokens.requires_grad_()
+
+    def ours() -> object:
+        return torch.autograd.grad(permute(tokens, indices, 8), tokens, copies)
+
+    def eager() -> object:
+        return torch.autograd.grad(tokens[indices // 8], tokens, copies)
+
+    own, other = host_times([ours, eager])
+    return HostTimes("permute", own, {"eager": other})
