@@ -10,7 +10,6 @@ What checks and launchers read of the arguments is a call's signature. A plan is
 it, so a call whose signature was seen before needs neither.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -97,11 +96,6 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def is_plain_coefficient(coeff: Any) -> bool:
-    """A float that is no other's key: -0.0 equals 0.0, with another result."""
-    return type(coeff) is float and (coeff != 0.0 or math.copysign(1.0, coeff) > 0.0)
-
-
 def fresh(shape: Sequence[int], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Any:
     """The part of a signature that is of a new tensor on the device of ``like``."""
     return torch.Size(shape), stride, dtype, like.device, 0
@@ -128,9 +122,9 @@ def allocator(device: torch.device) -> Callable[[_Shape, _Shape, torch.dtype], T
     )
 
 
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` after :func:`signature`, which has looked for functorch as it would."""
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 class Plans(dict[tuple[Any, ...], Plan]):

@@ -290,7 +290,9 @@ class Launch:
 
     def __call__(self, *first: Any) -> None:
         compiled, index = self.compiled, self.index
-        if compiled is not None and index == _get_device() and not _has_launch_hooks():
+        # A profiler's hooks, which Triton calls with what a launch does, leave it to Triton.
+        hooks = getattr(_RUNTIME.launch_enter_hook, "calls", True)
+        if compiled is not None and index == _get_device() and not hooks:
             run, num_programs, function, metadata, constants = compiled
             # No launch metadata, and no hook before or behind it. Tensors go as addresses: of a
             # tensor, Triton asks the driver whether its memory is on a GPU.
@@ -323,12 +325,6 @@ class Launch:
             compiled = kernel.run, self.grid[0], kernel.function, kernel.packed_metadata
             self.compiled = *compiled, constants
             self.keep_alive = kernel  # which unloads its code when it is dropped
-
-
-def _has_launch_hooks() -> bool:
-    """A profiler's, which Triton calls with what a launch does."""
-    hook = _RUNTIME.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
 
 
 def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:

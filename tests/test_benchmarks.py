@@ -49,7 +49,7 @@ def test_permutations():
     (order,) = permutations.orders(device)
     assert order.num_bytes == 12 * 16 and order.eager
     rows = list(permutations.rows(device))
-    assert [row.num_bytes for row in rows] == [8 * 3 * 16 * 2] * 2
+    assert [row.num_bytes for row in rows] == [8 * 3 * 16 * 2] * 3
     for times in (permutations.orders_host(device), permutations.rows_host(device)):
         assert times.others == {"eager": 4.0}
 

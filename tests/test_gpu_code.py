@@ -175,15 +175,18 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
     # As for many tokens: few are cut finer than the widest loads.
     launch = kernels.restore(rows, given, tokens, 5000, topk)
     launch(rows, given, slots, tokens, tokens, slots)
-    read, grad_scores = (rows, scores) if weighted else (None, None)
-    launch = kernels.restore_backward(tokens, read, given, indices, topk, True)
-    launch(tokens, read, given, indices, slots, rows, grad_scores)
+    if weighted:
+        launch = kernels.restore_backward(tokens, rows, given, indices, topk, True)
+        launch(tokens, rows, given, indices, slots, rows, scores)
+    else:
+        launch = kernels.permute(tokens, indices, topk, block_h=1024)
+        launch(tokens, indices, slots, rows)
     assert len(ptx) == 5
     # Multiples of 8 too, not only of Triton's 16.
     if hidden >= 1000:
         check_wide_loads(ptx["_weighted_restore_kernel"])
-        if weighted:
-            check_wide_loads(ptx["_weighted_restore_backward_kernel"])
+        back = "_weighted_restore_backward_kernel" if weighted else "_permute_kernel"
+        check_wide_loads(ptx[back])
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(300, 5), (300, 128), (300, 4096)])

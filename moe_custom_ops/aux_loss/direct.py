@@ -1,5 +1,6 @@
 """aux_loss past the dispatcher: two launches forward, one over the columns backward."""
 
+import math
 from typing import Any
 
 import torch
@@ -109,6 +110,9 @@ class _AuxLoss(torch.autograd.Function):
         return ops.expand_row(row, plan.shape, token_mask), None, None
 
 
+_APPLY = direct.apply_of(_AuxLoss)
+
+
 def aux_loss(
     probs: Tensor,
     tokens_per_expert: Tensor,
@@ -121,7 +125,10 @@ def aux_loss(
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
     # Numbers of other types are for the dispatcher and the checks, and so is a total of no token.
-    if not (type(num_experts) is type(topk) is int and direct.is_plain_coefficient(coeff)):
+    if not (type(num_experts) is type(topk) is int and type(coeff) is float):
+        return None
+    # -0.0 has the key of 0.0 and another result.
+    if not coeff and math.copysign(1.0, coeff) < 0.0:
         return None
     total: Tensor | None = None
     if type(total_num_tokens) is not int:
@@ -149,5 +156,5 @@ def aux_loss(
         workspace,
     )
     if probs.requires_grad and torch.is_grad_enabled():
-        return direct.apply(_AuxLoss, probs, plan, constants)
+        return _APPLY(probs, plan, constants)
     return plan.forward(probs, *constants)[0]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..expert_permutation import expert_permutation
-from ..weighted_restore import permute
+from ..weighted_restore import inverse_permutation, permute
 from .restores import SHAPES, make
 from .timing import HostTimes, Row, graph_time, host_times, input_sets
 
@@ -38,21 +38,31 @@ def orders(device: torch.device) -> Iterator[Row]:
 
 
 def rows(device: torch.device) -> Iterator[Row]:
-    """permute, the inversion included, and a stream of the same mix of reads and writes."""
+    """permute, with the inverse at hand and without, and the same kernel in order: a stream."""
     for num_tokens, topk, hidden in SHAPES:
         num_bytes = num_tokens * (topk + 1) * hidden * 2
         inputs = []
         for _ in range(min(input_sets(num_bytes, device), 60)):
-            copies, _, indices, tokens = make(num_tokens, topk, hidden, device)
-            inputs.append((tokens, indices, indices // topk, copies.view(num_tokens, topk, hidden)))
+            _, _, indices, tokens = make(num_tokens, topk, hidden, device)
+            inverse = inverse_permutation(indices, num_tokens, topk)
+            inputs.append((tokens, indices, inverse, indices // topk))
         name = f"T{num_tokens} K{topk} H{hidden}"
-        ours = graph_time(lambda x, i, j, out, k=topk: permute(x, i, k), inputs, calls=20)
-        eager = graph_time(lambda x, i, j, out: x[j], inputs, calls=20)
-        yield Row(f"permute {name}", num_bytes, ours, eager)
-        stream = graph_time(
-            lambda x, i, j, out: torch.neg(x[:, None].expand_as(out), out=out), inputs, calls=20
+        given = graph_time(
+            lambda x, i, inv, _, k=topk: permute(x, i, k, None, inv), inputs, calls=20
         )
-        yield Row(f"1 read : {topk} writes in order {name}", num_bytes, stream)
+        eager = graph_time(lambda x, i, inv, index: x[index], inputs, calls=20)
+        yield Row(f"permute, inverse at hand {name}", num_bytes, given, eager)
+        ours = graph_time(lambda x, i, inv, _, k=topk: permute(x, i, k), inputs, calls=20)
+        eager = graph_time(lambda x, i, inv, _, k=topk: x[i // k], inputs, calls=20)
+        yield Row(f"permute {name}", num_bytes, ours, eager)
+        order = torch.arange(num_tokens * topk, device=device)
+        inverse = inverse_permutation(order, num_tokens, topk)
+        stream = graph_time(
+            lambda x, i, inv, _, k=topk: permute(x, order, k, None, inverse),  # noqa: B023
+            inputs,
+            calls=20,
+        )
+        yield Row(f"in order {name}", num_bytes, stream)
 
 
 def orders_host(device: torch.device) -> HostTimes:

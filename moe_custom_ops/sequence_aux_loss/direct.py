@@ -1,5 +1,6 @@
 """sequence_aux_loss past the dispatcher: three launches forward, one over the counts backward."""
 
+import math
 from typing import Any
 
 import torch
@@ -62,12 +63,11 @@ class _Plan:
         sums = empty((num_sequences,), (1,), dtype)
         lengths = empty((num_sequences,), (1,), torch.int64)
         loss = empty((), (), dtype)
-        scales = empty((num_sequences,), (1,), dtype)
         mask = as_bytes(token_mask)
         self.tile_sums(probs, tokens_per_expert, cu_seqlens, mask, partials, tile_lengths)
         self.add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
-        self.add_sequences(sums, lengths, loss, scales, self.numerator_bits)
-        return loss, scales
+        self.add_sequences(sums, lengths, loss, sums, self.numerator_bits)
+        return loss, sums
 
     def backward(self, grad: Tensor, scales: Tensor, tokens_per_expert: Tensor) -> Tensor:
         empty = direct.allocator(self.device)
@@ -111,6 +111,9 @@ class _SequenceAuxLoss(torch.autograd.Function):
         return ops.expand_rows(rows, plan.shape, cu_seqlens, token_mask), None, None
 
 
+_APPLY = direct.apply_of(_SequenceAuxLoss)
+
+
 def sequence_aux_loss(
     probs: Tensor,
     tokens_per_expert: Tensor,
@@ -122,7 +125,10 @@ def sequence_aux_loss(
 ) -> Tensor | None:
     """The loss, or None where the call is for the dispatcher."""
     # Numbers of other types are for the dispatcher and the checks.
-    if not (type(topk) is int and direct.is_plain_coefficient(coeff)):
+    if not (type(topk) is int and type(coeff) is float):
+        return None
+    # -0.0 has the key of 0.0 and another result.
+    if not coeff and math.copysign(1.0, coeff) < 0.0:
         return None
     tensors = direct.signature(probs, tokens_per_expert, cu_seqlens, token_mask, workspace)
     if tensors is None or probs is None or tokens_per_expert is None:
@@ -137,5 +143,5 @@ def sequence_aux_loss(
         _PLANS.add(key, plan)
     constants = (checks.constant(tokens_per_expert), cu_seqlens, token_mask, workspace)
     if probs.requires_grad and torch.is_grad_enabled():
-        return direct.apply(_SequenceAuxLoss, probs, plan, constants)
+        return _APPLY(probs, plan, constants)
     return plan.forward(probs, *constants)[0]

@@ -219,8 +219,8 @@ def _sequence_loss_kernel(
         b = block * BLOCK + index
         length = tl.load(lengths_ptr + b, mask=b < num_sequences, other=0).to(tl.float64)
         scales = tl.where(length > 0.0, numerator / length / length / count, 0.0).to(ACC)
-        tl.store(scales_ptr + b, scales, mask=b < num_sequences)
         sums = tl.load(sums_ptr + b, mask=b < num_sequences, other=0.0)
+        tl.store(scales_ptr + b, scales, mask=b < num_sequences)
         # A sequence without tokens is skipped even where its counts are NaN.
         terms = tl.where(length > 0.0, scales * sums, 0.0)
         block_sums = tl.where(blocks == block, tree_sum(tl.reshape(terms, [1, BLOCK])), block_sums)
@@ -284,7 +284,8 @@ def loss_from_tile_sums(
     sequence: the weighted ones to ``sums`` [sequences], the numbers of tokens to ``lengths`` int64.
 
     The second of (sums, lengths, loss, scales, bits of num_experts * coeff / topk as a float64)
-    adds the sequences, and writes the loss and the scale [sequences] of each.
+    adds the sequences, and writes the loss and the scale [sequences] of each, which may replace the
+    sums.
     """
     num_tokens, num_columns = probs.shape[-2:]
     num_sequences = tokens_per_expert.shape[0]

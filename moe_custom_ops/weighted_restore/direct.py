@@ -38,7 +38,6 @@ class _Plan:
         self.out_stride = _contiguous(self.out_shape)
         self.rows_shape = tuple(rows.shape)
         self.rows_stride = _contiguous(self.rows_shape)
-        self.scores_dtype = None if top_scores is None else top_scores.dtype
         self.num_assignments, self.topk = math.prod(shape), shape[-1]
         slots = direct.fresh(shape, self.stride, torch.int32, rows)
         self.saved = *parts[:3], parts[-1] if has_inverse else slots
@@ -88,21 +87,27 @@ class _Plan:
         slots: Tensor,
         need_rows: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        grad = ops.flat(grad)
-        scores = None if top_scores is None else ops.flat(top_scores)
+        grad, topk, kernels = ops.flat(grad), self.topk, self.kernels
+        empty = direct.allocator(self.device)
         key = (grad_part, rows is None, need_rows)
         launch = self.restore_backward.get(key)
-        if launch is None:
-            launch = self.kernels.restore_backward(
-                grad, rows, scores, token_indices_sorted, self.topk, need_rows
-            )
-            self.restore_backward.add(key, launch)
-        empty = direct.allocator(self.device)
         grad_rows = grad_scores = None
         if need_rows:
             grad_rows = empty(self.rows_shape, self.rows_stride, self.dtype)
-        if rows is not None and self.scores_dtype is not None:
-            grad_scores = empty(self.shape, self.stride, self.scores_dtype)
+        if top_scores is None:
+            if launch is None:
+                launch = kernels.permute(grad, token_indices_sorted, topk)
+                self.restore_backward.add(key, launch)
+            launch(grad, token_indices_sorted, slots, grad_rows)
+            return grad_rows, None
+        scores = ops.flat(top_scores)
+        if launch is None:
+            launch = kernels.restore_backward(
+                grad, rows, scores, token_indices_sorted, topk, need_rows
+            )
+            self.restore_backward.add(key, launch)
+        if rows is not None:
+            grad_scores = empty(self.shape, self.stride, top_scores.dtype)
         launch(grad, rows, scores, token_indices_sorted, slots, grad_rows, grad_scores)
         return grad_rows, grad_scores
 
@@ -159,6 +164,9 @@ class _Restore(torch.autograd.Function):
             None,
             None,
         )
+
+
+_APPLY_RESTORE = direct.apply_of(_Restore)
 
 
 def weighted_restore(
@@ -229,9 +237,7 @@ def _call(
         or (top_scores is not None and top_scores.requires_grad)
         or (addend is not None and addend.requires_grad)
     ):
-        return direct.apply(
-            _Restore, rows, top_scores, addend, plan, token_indices_sorted, *inversion
-        )
+        return _APPLY_RESTORE(rows, top_scores, addend, plan, token_indices_sorted, *inversion)
     return plan.forward(rows, top_scores, token_indices_sorted, addend, *inversion)[0]
 
 
@@ -246,9 +252,7 @@ class _PermutePlan:
         self.rows_shape = (token_indices_sorted.shape[0], num_columns)
         self.rows_stride = _contiguous(self.rows_shape)
         self.invert = kernels.invert(token_indices_sorted, self.num_tokens * topk)
-        self.permute = kernels.restore_backward(
-            ops.as_moved(tokens), None, None, token_indices_sorted, topk, True
-        )
+        self.permute = kernels.permute(ops.as_moved(tokens), token_indices_sorted, topk)
 
     def forward(
         self, tokens: Tensor, token_indices_sorted: Tensor, inverse: Tensor | None
@@ -260,8 +264,8 @@ class _PermutePlan:
             inverse = empty(self.shape, self.stride, torch.int32)
             for launch in self.invert:
                 launch(token_indices_sorted, inverse)
-        moved = ops.as_moved(tokens), None, None, token_indices_sorted, inverse
-        self.permute(*moved, ops.as_moved(rows), None)
+        moved = ops.as_moved(tokens), token_indices_sorted, inverse, ops.as_moved(rows)
+        self.permute(*moved)
         return rows, inverse
 
 
@@ -295,6 +299,9 @@ class _Permute(torch.autograd.Function):
         return grad_tokens, None, None, None
 
 
+_APPLY_PERMUTE = direct.apply_of(_Permute)
+
+
 def permute(
     tokens: Tensor,
     token_indices_sorted: Tensor,
@@ -317,7 +324,7 @@ def permute(
         plan = _PermutePlan(tokens, token_indices_sorted, topk)
         _PERMUTE_PLANS.add(key, plan)
     if tokens.requires_grad and torch.is_grad_enabled():
-        return direct.apply(_Permute, tokens, plan, token_indices_sorted, inverse)
+        return _APPLY_PERMUTE(tokens, plan, token_indices_sorted, inverse)
     if inverse is None and workspace is not None:
         num_tokens, topk = plan.shape
         inverse = workspaces.scratch("permute", workspace, num_tokens * topk, torch.int32)

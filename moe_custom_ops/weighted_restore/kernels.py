@@ -41,6 +41,7 @@ LOAD_BYTES = 16
 # Assignments of one token that a program of the backward holds, and rows that one zeroes.
 MAX_BLOCK_K = 8
 ZERO_BLOCK_ROWS = 32
+ZERO_COLUMNS = tl.constexpr(256)
 # Fewer programs than this are made more by cutting finer.
 ENOUGH_PROGRAMS = 1024
 
@@ -185,6 +186,35 @@ def _weighted_restore_kernel(
     )
 
 
+@triton.jit
+def _zero_padding_rows(
+    block,
+    indices_ptr,
+    slots_ptr,
+    rows_ptr,
+    num_rows,
+    num_columns,
+    num_assignments,
+    stride_i,
+    ZERO_ROWS: tl.constexpr,
+):
+    """Zero those rows of a block that hold no assignment, or lost it to a higher row."""
+    rows = block * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
+    index = tl.load(indices_ptr + rows * stride_i, mask=rows < num_rows, other=-1).to(tl.int64)
+    in_range = (index >= 0) & (index < num_assignments)
+    owner = tl.load(slots_ptr + index, mask=in_range, other=-1)
+    padding = (owner != rows) & (rows < num_rows)
+    if tl.max(padding.to(tl.int32), axis=0) > 0:
+        zeros = tl.zeros([ZERO_ROWS, ZERO_COLUMNS], rows_ptr.dtype.element_ty)
+        for start in range(0, num_columns, ZERO_COLUMNS):
+            columns = start + tl.arange(0, ZERO_COLUMNS)
+            tl.store(
+                rows_ptr + rows[:, None] * num_columns + columns[None, :],
+                zeros,
+                mask=padding[:, None] & (columns < num_columns)[None, :],
+            )
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_assignments"])
 def _weighted_restore_backward_kernel(
     grad_ptr,
@@ -255,11 +285,8 @@ def _weighted_restore_backward_kernel(
             ks = ((pid % BLOCKS_K) * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
             slots = tl.load(slots_ptr + token * K + ks, mask=ks < K, other=-1).to(tl.int64)
             held = ((slots >= 0) & (slots < num_rows))[:, None]
-            if scores_ptr is not None:
-                score = tl.load(
-                    scores_ptr + token * stride_st + ks * stride_sk, mask=ks < K, other=0.0
-                )
-                score = widen(score, ACC)[:, None]
+            score = tl.load(scores_ptr + token * stride_st + ks * stride_sk, mask=ks < K, other=0.0)
+            score = widen(score, ACC)[:, None]
             acc = tl.zeros([BLOCK_K, LANES], ACC)
             if grad_scores_ptr is not None:
                 row_ptrs = rows_ptr + slots[:, None] * stride_rn
@@ -280,14 +307,10 @@ def _weighted_restore_backward_kernel(
                     row = tl.load(row_ptrs + columns[None, :] * stride_rh, mask=mask, other=0.0)
                     acc = acc + tl.where(mask, widen(grad, ACC) * widen(row, ACC), 0.0)
                 if grad_rows_ptr is not None:
-                    # Without scores a copy, of whatever dtype.
-                    copies = tl.broadcast_to(grad, [BLOCK_K, LANES])
-                    if scores_ptr is not None:
-                        products = score * widen(grad, ACC)
-                        copies = cast(products, grad_rows_ptr.dtype.element_ty)
+                    products = score * widen(grad, ACC)
                     tl.store(
                         grad_rows_ptr + slots[:, None] * num_columns + columns[None, :],
-                        copies,
+                        cast(products, grad_rows_ptr.dtype.element_ty),
                         mask=mask,
                     )
             if grad_scores_ptr is not None:
@@ -297,21 +320,67 @@ def _weighted_restore_backward_kernel(
                     mask=ks < K,
                 )
     elif grad_rows_ptr is not None:
-        # Rows that hold no assignment, or lost it to a higher row, get a zero gradient.
-        rows = (pid - num_tokens * BLOCKS_K) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
-        index = tl.load(indices_ptr + rows * stride_i, mask=rows < num_rows, other=-1).to(tl.int64)
-        in_range = (index >= 0) & (index < num_assignments)
-        owner = tl.load(slots_ptr + index, mask=in_range, other=-1)
-        padding = (owner != rows) & (rows < num_rows)
-        if tl.max(padding.to(tl.int32), axis=0) > 0:
-            zeros = tl.zeros([ZERO_ROWS, LANES], grad_rows_ptr.dtype.element_ty)
-            for start in range(0, num_columns, LANES):
-                columns = start + lanes
-                tl.store(
-                    grad_rows_ptr + rows[:, None] * num_columns + columns[None, :],
-                    zeros,
-                    mask=padding[:, None] & (columns < num_columns)[None, :],
-                )
+        _zero_padding_rows(
+            pid - num_tokens * BLOCKS_K,
+            indices_ptr,
+            slots_ptr,
+            grad_rows_ptr,
+            num_rows,
+            num_columns,
+            num_assignments,
+            stride_i,
+            ZERO_ROWS,
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_assignments"])
+def _permute_kernel(
+    tokens_ptr,
+    indices_ptr,
+    slots_ptr,
+    rows_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    num_assignments,
+    stride_t,
+    stride_h,
+    stride_i,
+    UNIT: tl.constexpr,
+    K: tl.constexpr,
+    BLOCKS_H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
+    RUN_AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Copies, of whatever dtype: the backward of an unweighted restore too."""
+    unit = tl.full([], UNIT, tl.int64)
+    num_columns, stride_t = num_columns * UNIT, stride_t * unit
+    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    pid = tl.program_id(0).to(tl.int64)
+    if pid < num_tokens * BLOCKS_H:
+        token = pid // BLOCKS_H
+        columns = (pid % BLOCKS_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = columns < num_columns
+        row = tl.load(tokens_ptr + token * stride_t + columns * stride_h, mask=mask, other=0)
+        for k in tl.static_range(K):
+            slot = tl.load(slots_ptr + token * K + k).to(tl.int64)
+            row_index = tl.broadcast_to(slot, [BLOCK_H])
+            held = (row_index >= 0) & (row_index < num_rows)
+            tl.store(rows_ptr + row_index * num_columns + columns, row, mask=mask & held)
+    else:
+        _zero_padding_rows(
+            pid - num_tokens * BLOCKS_H,
+            indices_ptr,
+            slots_ptr,
+            rows_ptr,
+            num_rows,
+            num_columns,
+            num_assignments,
+            stride_i,
+            ZERO_ROWS,
+        )
 
 
 def _unit(dtype: torch.dtype, *sizes: int) -> int:
@@ -385,11 +454,7 @@ def restore(
     """
     num_rows, num_columns = rows.shape
     if block_h is None:
-        block_h = min(next_power_of_2(num_columns), MAX_BLOCK_H)
-        blocks_h = triton.cdiv(num_columns, block_h)
-        while block_h > MIN_BLOCK_H and num_tokens * blocks_h < ENOUGH_PROGRAMS:
-            block_h //= 2
-            blocks_h = triton.cdiv(num_columns, block_h)
+        block_h = _columns_per_program(num_tokens, num_columns)
     # A width of 0 still has slots to write.
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     programs = num_tokens * blocks_h
@@ -422,10 +487,61 @@ def restore(
     )
 
 
+def permute(
+    tokens: Tensor,
+    token_indices_sorted: Tensor,
+    topk: int,
+    num_warps: int = 1,
+    block_h: int | None = None,
+) -> Launch:
+    """Of (tokens, token_indices_sorted, slots, rows), the first two as given here.
+
+    Writes each token to the rows of its assignments, and zero to padding: [rows, H], contiguous.
+    """
+    num_tokens, num_columns = tokens.shape
+    (num_rows,) = token_indices_sorted.shape
+    if block_h is None:
+        block_h = _columns_per_program(num_tokens, num_columns)
+    blocks_h = max(triton.cdiv(num_columns, block_h), 1)
+    stride_t, stride_h = tokens.stride()
+    unit = _unit(tokens.dtype, num_columns, stride_t)
+    programs = num_tokens * blocks_h + triton.cdiv(num_rows, ZERO_BLOCK_ROWS)
+    return Launch(
+        _permute_kernel,
+        programs,
+        tokens.device,
+        num_tokens,
+        num_rows,
+        num_columns // unit,
+        num_tokens * topk,
+        stride_t // unit,
+        stride_h,
+        *token_indices_sorted.stride(),
+        UNIT=unit,
+        K=topk,
+        BLOCKS_H=blocks_h,
+        BLOCK_H=block_h,
+        ZERO_ROWS=ZERO_BLOCK_ROWS,
+        RUN_AHEAD=programs > FEW_PROGRAMS,
+        num_warps=num_warps,
+        overlap=True,
+    )
+
+
+def _columns_per_program(num_tokens: int, num_columns: int) -> int:
+    """Few tokens are cut finer."""
+    block_h = min(next_power_of_2(num_columns), MAX_BLOCK_H)
+    while (
+        block_h > MIN_BLOCK_H and num_tokens * triton.cdiv(num_columns, block_h) < ENOUGH_PROGRAMS
+    ):
+        block_h //= 2
+    return block_h
+
+
 def restore_backward(
     grad: Tensor,
     rows: Tensor | None,
-    top_scores: Tensor | None,
+    top_scores: Tensor,
     token_indices_sorted: Tensor,
     topk: int,
     need_rows: bool,

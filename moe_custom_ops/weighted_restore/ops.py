@@ -312,16 +312,24 @@ def _restore_backward_cuda(
         checks.same_shape(name, "rows", rows, expected, f"[N, H] = {expected}")
     expected = [*slots.shape[:-1], num_columns]
     checks.same_shape(name, "grad", grad, expected, f"[*, H] = {expected}")
+    checks.value(
+        rows is None or top_scores is not None, name, "top_scores", "given with rows", top_scores
+    )
     checks.dtype(name, "slots", slots, (torch.int32,))
     # A hook on saved tensors may have brought them with other strides.
     slots = slots.contiguous()
     grad_rows, grad_scores = _empty_grads(
         grad, rows, top_scores, token_indices_sorted, slots, need_rows
     )
-    flat_grad = flat(grad)
-    scores = None if top_scores is None else flat(top_scores)
-    launch = load_kernels(__package__).restore_backward(
-        flat_grad, rows, scores, token_indices_sorted, slots.shape[-1], need_rows
+    flat_grad, topk, kernels = flat(grad), slots.shape[-1], load_kernels(__package__)
+    if top_scores is None:
+        if need_rows:
+            launch = kernels.permute(flat_grad, token_indices_sorted, topk)
+            launch(flat_grad, token_indices_sorted, slots, grad_rows)
+        return grad_rows, grad_scores
+    scores = flat(top_scores)
+    launch = kernels.restore_backward(
+        flat_grad, rows, scores, token_indices_sorted, topk, need_rows
     )
     launch(
         flat_grad,

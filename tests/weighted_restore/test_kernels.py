@@ -47,11 +47,14 @@ def run(
     launch(rows, scores, inverse, addend, out, slots)
     assert torch.equal(slots.flatten(), inverse)
     grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
-    grad_scores = None if scores is None else torch.full_like(scores, torch.nan).contiguous()
-    read = None if scores is None else rows
+    if scores is None:
+        options = {"num_warps": num_warps, "block_h": block_h}
+        kernels.permute(grad, indices, topk, **options)(grad, indices, slots, grad_rows)
+        return out, inverse, grad_rows, None
+    grad_scores = torch.full_like(scores, torch.nan).contiguous()
     options = {"num_warps": num_warps, "block_k": block_k, "blocks": blocks}
-    launch = kernels.restore_backward(grad, read, scores, indices, topk, True, **options)
-    launch(grad, read, scores, indices, slots, grad_rows, grad_scores)
+    launch = kernels.restore_backward(grad, rows, scores, indices, topk, True, **options)
+    launch(grad, rows, scores, indices, slots, grad_rows, grad_scores)
     return out, inverse, grad_rows, grad_scores
 
 
@@ -208,8 +211,10 @@ def test_no_launch_choice_changes_a_bit(kernel_device):
     call = inputs(6, 5, 3000, torch.bfloat16)
     choices = [(1, 64, 1, 1), (2, 256, 2, 1), (4, 512, 4, 1), (4, 1024, 8, 1), (8, 2048, 16, 1)]
     for num_warps, block_h, block_k, blocks in [*choices, (1, 1024, 2, 3), (2, 1024, 1, 5)]:
-        options = {"num_warps": num_warps, "block_h": block_h, "block_k": block_k}
-        check(*call, kernel_device, **options, blocks=blocks)
+        options = {"num_warps": num_warps, "block_h": block_h}
+        check(*call, kernel_device, **options, block_k=block_k, blocks=blocks)
+        rows, _, indices, addend, grad = call
+        check(rows, None, indices, addend, grad, kernel_device, topk=5, **options)
 
 
 def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
