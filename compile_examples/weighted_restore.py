@@ -5,7 +5,7 @@ Run it: python compile_examples/weighted_restore.py
 
 import torch
 
-from moe_custom_ops import weighted_restore
+from moe_custom_ops import expert_permutation, permute, weighted_restore
 
 BATCH, SEQ, HIDDEN, NUM_EXPERTS, TOPK = 4, 128, 256, 16, 4
 
@@ -27,10 +27,10 @@ def main() -> None:
     top_scores, expert_ids = logits.softmax(-1).topk(TOPK)
     top_scores.requires_grad_()
     # Row i of the expert-major order holds the flat assignment token * TOPK + k.
-    token_indices_sorted = expert_ids.flatten().argsort(stable=True)
+    token_indices_sorted, _, _ = expert_permutation(expert_ids, NUM_EXPERTS)
 
     tokens = torch.randn(BATCH, SEQ, HIDDEN, device=device)
-    rows = tokens.flatten(0, 1)[token_indices_sorted // TOPK].requires_grad_()
+    rows = permute(tokens.flatten(0, 1), token_indices_sorted, TOPK).requires_grad_()
     out = combine(rows, top_scores, token_indices_sorted, tokens)
     out.square().mean().backward()
 

@@ -31,6 +31,7 @@ def _without_a_graph(monkeypatch):
     monkeypatch.setattr(restores, "SHAPES", [(8, 2, 16)])
     monkeypatch.setattr(permutations, "SHAPES", [(8, 2, 16)])
     monkeypatch.setattr(permutations, "ORDERS", [(8, 2, 4)])
+    monkeypatch.setattr(permutations, "RECEIVED", [(2, 4, 64)])
     monkeypatch.setattr(restores, "INVERSIONS", [256])
     monkeypatch.setattr(restores, "ODD_SHAPES", [(8, 2, 9)])
     monkeypatch.setattr(restores, "SPARSE_SHAPE", (16, 8, 4))
@@ -46,8 +47,9 @@ def test_losses():
 
 def test_permutations():
     device = torch.device("cpu")
-    (order,) = permutations.orders(device)
+    order, *others = permutations.orders(device)
     assert order.num_bytes == 12 * 16 and order.eager
+    assert [row.num_bytes for row in others] == [12 * 16, 4 * 64]
     rows = list(permutations.rows(device))
     assert [row.num_bytes for row in rows] == [8 * 3 * 16 * 2] * 3
     for times in (permutations.orders_host(device), permutations.rows_host(device)):

@@ -201,6 +201,9 @@ def test_expert_permutation(num_tokens, num_experts, most_tiles, ptx, monkeypatc
     count(ids, counts, order)
     scan(counts)
     place(ids, counts, order, torch.empty(4, dtype=torch.int64), offsets)
-    assert len(ptx) == 3
+    kernels.ids_from_map(torch.zeros(300, num_experts, dtype=torch.uint8), 4)(ids.byte(), order)
+    segments = torch.zeros(2, num_experts, dtype=torch.int64)
+    kernels.from_counts(segments, 16, 5000)(segments, order, ids, offsets)
+    assert len(ptx) == 5
     # No position comes from the order in which programs arrive.
     assert not any(re.search(r"\b(atom|red)\.\S*global", code) for code in ptx.values())

@@ -5,11 +5,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..expert_permutation import expert_permutation
+from ..expert_permutation import (
+    expert_permutation,
+    expert_permutation_from_counts,
+    expert_permutation_from_map,
+)
 from ..weighted_restore import inverse_permutation, permute
 from .restores import SHAPES, make
 from .timing import HostTimes, Row, graph_time, host_times, input_sets
 
+RECEIVED = [(8, 16, 65536), (64, 4, 65536)]  # (ranks, local experts, rows)
 ORDERS = [(256, 8, 128), (8192, 8, 128), (4096, 8, 256), (8192, 2, 8)]  # (tokens, topk, experts)
 
 
@@ -33,8 +38,33 @@ def orders(device: torch.device) -> Iterator[Row]:
             for _ in range(min(input_sets(num_bytes, device), 60))
         ]
         ours, eager = (graph_time(f, inputs, calls=60) for f in (expert_permutation, eager_order))
-        name = f"expert_permutation T{num_tokens} K{topk} E{num_experts}"
-        yield Row(name, num_bytes, ours, eager)
+        name = f"T{num_tokens} K{topk} E{num_experts}"
+        yield Row(f"expert_permutation {name}", num_bytes, ours, eager)
+        maps = [
+            (
+                torch.zeros(num_tokens, e, dtype=torch.bool, device=device).scatter_(1, ids, True),
+                topk,
+            )
+            for ids, e in inputs
+        ]
+        ours = graph_time(expert_permutation_from_map, maps, calls=60)
+        yield Row(f"expert_permutation_from_map {name}", num_bytes, ours)
+    for num_ranks, num_experts, num_rows in RECEIVED:
+        counts = [
+            (
+                torch.randint(
+                    0,
+                    2 * num_rows // num_ranks // num_experts,
+                    (num_ranks, num_experts),
+                    device=device,
+                ),
+                num_rows,
+            )
+            for _ in range(60)
+        ]
+        ours = graph_time(expert_permutation_from_counts, counts, calls=60)
+        name = f"expert_permutation_from_counts R{num_ranks} E{num_experts} N{num_rows}"
+        yield Row(name, 4 * num_rows, ours)
 
 
 def rows(device: torch.device) -> Iterator[Row]:

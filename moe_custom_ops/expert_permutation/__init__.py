@@ -1,6 +1,17 @@
 """The order in which experts take the tokens' assignments."""
 
-from .api import expert_permutation
+from .api import (
+    compose_permutations,
+    expert_permutation,
+    expert_permutation_from_counts,
+    expert_permutation_from_map,
+)
 from .ops import expert_permutation_workspace_size
 
-__all__ = ["expert_permutation", "expert_permutation_workspace_size"]
+__all__ = [
+    "compose_permutations",
+    "expert_permutation",
+    "expert_permutation_from_counts",
+    "expert_permutation_from_map",
+    "expert_permutation_workspace_size",
+]

@@ -1,4 +1,4 @@
-"""The documented function of expert_permutation."""
+"""The documented functions of expert_permutation."""
 
 import torch
 from torch import Tensor
@@ -70,3 +70,136 @@ def expert_permutation(
     if workspace is not None:
         checks.is_tensor("expert_permutation", "workspace", workspace)
     return torch.ops.moe.expert_permutation(expert_ids, num_experts, alignment, num_rows, workspace)
+
+
+def expert_permutation_from_map(
+    routing_map: Tensor,
+    topk: int,
+    alignment: int = 1,
+    num_rows: int | None = None,
+    workspace: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The same order from a map of which experts each token goes to, as Megatron-Core has it.
+
+    Slot k of a token is the k-th expert that its row of the map has set, in ascending order: scores
+    [T, topk] for a restore are ``probs[routing_map]``'s, row by row.
+
+    Args:
+        routing_map: bool [T, E], E from 1 to 4096, of any strides. A row may have fewer than
+            ``topk`` experts set, after capacity dropped some; of one that has more, the first
+            ``topk`` count and the others are dropped.
+        topk: slots per token K, from 1 to E.
+        alignment: as in :func:`expert_permutation`.
+        num_rows: as in :func:`expert_permutation`.
+        workspace: scratch of at least ``expert_permutation_workspace_size(T, topk, E)`` bytes, made
+            by :func:`make_workspace`; None allocates it.
+
+    Returns:
+        ``token_indices_sorted``, ``tokens_per_expert`` and ``offsets`` as of
+        :func:`expert_permutation`, with flat assignments t * K + k.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, value or device, or the workspace is too small,
+            misaligned or not contiguous.
+        NotImplementedError: a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> routing_map = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.bool)
+        >>> order, counts, offsets = expert_permutation_from_map(routing_map, topk=2)
+        >>> order.tolist(), counts.tolist(), offsets.tolist()
+        ([0, 2, 1, -1], [1, 1, 1], [1, 2, 3])
+    """
+    arguments = routing_map, topk, alignment, num_rows, workspace
+    if not torch.compiler.is_compiling():
+        results = direct.expert_permutation_from_map(*arguments)
+        if results is not None:
+            return results
+    name = "expert_permutation_from_map"
+    checks.is_tensor(name, "routing_map", routing_map)
+    checks.is_integer(name, "topk", topk)
+    checks.is_integer(name, "alignment", alignment)
+    if num_rows is not None:
+        checks.is_integer(name, "num_rows", num_rows, "an int or None")
+    if workspace is not None:
+        checks.is_tensor(name, "workspace", workspace)
+    return torch.ops.moe.expert_permutation_from_map(*arguments)
+
+
+def expert_permutation_from_counts(
+    counts: Tensor, num_rows: int, alignment: int = 1, workspace: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Expert-major order of rows that an all-to-all brought rank by rank, each rank's by expert.
+
+    Row i of what arrived is assignment i of the result: use it with ``topk=1``, as in
+    ``permute(rows, token_indices_sorted, 1)``.
+
+    Args:
+        counts: int32 or int64 [R, E]: rows that rank r sent for local expert e, of any strides; at
+            most 16384 of them. A negative count is none.
+        num_rows: number N of rows of the result, at least 0. Rows past the last group are padding;
+            where there are too few, the rows past them are dropped.
+        alignment: rows of which each group's length is a multiple, at least 1.
+        workspace: not needed; of :func:`make_workspace`, as for the other ops.
+
+    Returns:
+        ``token_indices_sorted`` int32 [N], ``tokens_per_expert`` int64 [E] and ``offsets`` int32
+        [E], as of :func:`expert_permutation`. Not differentiable.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, value or device.
+        NotImplementedError: a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> counts = torch.tensor([[2, 1], [1, 2]])     # rank 0 sent rows 0-2, rank 1 rows 3-5
+        >>> order, totals, offsets = expert_permutation_from_counts(counts, num_rows=6)
+        >>> order.tolist(), totals.tolist(), offsets.tolist()
+        ([0, 1, 3, 2, 4, 5], [3, 3], [3, 6])
+    """
+    arguments = counts, num_rows, alignment, workspace
+    if not torch.compiler.is_compiling():
+        results = direct.expert_permutation_from_counts(*arguments)
+        if results is not None:
+            return results
+    name = "expert_permutation_from_counts"
+    checks.is_tensor(name, "counts", counts)
+    checks.is_integer(name, "num_rows", num_rows)
+    checks.is_integer(name, "alignment", alignment)
+    if workspace is not None:
+        checks.is_tensor(name, "workspace", workspace)
+    return torch.ops.moe.expert_permutation_from_counts(*arguments)
+
+
+def compose_permutations(first: Tensor, second: Tensor) -> Tensor:
+    """The order that does ``first`` and then ``second`` in one pass.
+
+    ``permute(permute(x, first, k), second, 1)`` is ``permute(x, compose_permutations(first,
+    second), k)``.
+
+    Args:
+        first: int32 or int64 [M]: the assignment of each row, or padding.
+        second: int32 or int64 [N]: the row of ``first`` that each row of the result takes, or
+            padding: a negative value, or one of at least M.
+
+    Returns:
+        [N] in the dtype of ``first``, -1 where either is padding.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or device.
+
+    Example:
+        >>> compose_permutations(torch.tensor([4, 2, -1]), torch.tensor([1, 0, 2, -1])).tolist()
+        [2, 4, -1, -1]
+    """
+    name = "compose_permutations"
+    for argument, tensor in (("first", first), ("second", second)):
+        checks.is_tensor(name, argument, tensor)
+        checks.dtype(name, argument, tensor, checks.INDEX_DTYPES)
+        checks.rank(name, argument, tensor, "[N]")
+    checks.same_device(name, "second", second, first, "first")
+    padded = torch.nn.functional.pad(first.clamp(min=-1), (0, 1), value=-1)
+    num_rows = first.shape[0]
+    index = torch.where((second < 0) | (second >= num_rows), num_rows, second.to(torch.int64))
+    return padded[index]

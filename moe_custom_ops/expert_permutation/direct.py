@@ -1,4 +1,4 @@
-"""expert_permutation past the dispatcher: three launches."""
+"""expert_permutation past the dispatcher: three launches; one that reads a map, or all counts."""
 
 from typing import Any
 
@@ -7,8 +7,19 @@ from torch import Tensor
 
 from .. import direct
 from .. import workspace as workspaces
-from ..backend import load_kernels
+from ..backend import as_bytes, load_kernels
 from . import ops
+
+
+def _empty_results(
+    device: torch.device, num_rows: int, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    empty = direct.allocator(device)
+    return (
+        empty((num_rows,), (1,), torch.int32),
+        empty((num_experts,), (1,), torch.int64),
+        empty((num_experts,), (1,), torch.int32),
+    )
 
 
 class _Plan:
@@ -26,16 +37,11 @@ class _Plan:
     def __call__(
         self, expert_ids: Tensor, workspace: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        empty = direct.allocator(self.device)
         if workspace is None:
-            counts = empty((self.num_counts,), (1,), torch.int32)
+            counts = direct.allocator(self.device)((self.num_counts,), (1,), torch.int32)
         else:
             counts = workspaces.scratch(ops.OP, workspace, self.num_counts, torch.int32)
-        results = (
-            empty((self.num_rows,), (1,), torch.int32),
-            empty((self.num_experts,), (1,), torch.int64),
-            empty((self.num_experts,), (1,), torch.int32),
-        )
+        results = _empty_results(self.device, self.num_rows, self.num_experts)
         ids = ops.flat(expert_ids)
         self.count(ids, counts, results[0])
         self.scan(counts)
@@ -68,3 +74,70 @@ def expert_permutation(
         rows = ops.check(expert_ids, num_experts, alignment, num_rows, workspace)
         plan = _PLANS.add(key, _Plan(expert_ids, num_experts, alignment, rows))
     return plan(expert_ids, workspace)
+
+
+class _MapPlan:
+    def __init__(self, routing_map: Tensor, topk: int) -> None:
+        self.device, self.num_experts = routing_map.device, routing_map.shape[1]
+        self.shape, self.stride = (routing_map.shape[0], topk), (topk, 1)
+        self.launch = load_kernels(__package__).ids_from_map(routing_map, topk)
+
+    def __call__(self, routing_map: Tensor) -> Tensor:
+        ids = direct.allocator(self.device)(self.shape, self.stride, torch.int32)
+        self.launch(as_bytes(routing_map), ids)
+        return ids
+
+
+_MAP_PLANS: direct.Plans[_MapPlan] = direct.Plans()
+
+
+def expert_permutation_from_map(
+    routing_map: Tensor,
+    topk: int,
+    alignment: int,
+    num_rows: int | None,
+    workspace: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The results, or None where the call is for the dispatcher."""
+    if type(topk) is not int:
+        return None
+    tensors = direct.signature(routing_map, workspace)
+    if tensors is None or routing_map is None:
+        return None
+    key = (*tensors, topk)
+    plan = _MAP_PLANS.get(key)
+    if plan is None:
+        ops.check_map(routing_map, topk)
+        plan = _MAP_PLANS.add(key, _MapPlan(routing_map, topk))
+    return expert_permutation(plan(routing_map), plan.num_experts, alignment, num_rows, workspace)
+
+
+class _CountsPlan:
+    def __init__(self, counts: Tensor, num_rows: int, alignment: int) -> None:
+        self.device, self.num_rows, self.num_experts = counts.device, num_rows, counts.shape[1]
+        self.launch = load_kernels(__package__).from_counts(counts, alignment, num_rows)
+
+    def __call__(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        results = _empty_results(self.device, self.num_rows, self.num_experts)
+        self.launch(counts, *results)
+        return results
+
+
+_COUNTS_PLANS: direct.Plans[_CountsPlan] = direct.Plans()
+
+
+def expert_permutation_from_counts(
+    counts: Tensor, num_rows: int, alignment: int, workspace: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The results, or None where the call is for the dispatcher."""
+    if not (type(num_rows) is type(alignment) is int):
+        return None
+    tensors = direct.signature(counts, workspace)
+    if tensors is None or counts is None:
+        return None
+    key = (*tensors, num_rows, alignment)
+    plan = _COUNTS_PLANS.get(key)
+    if plan is None:
+        ops.check_counts(counts, num_rows, alignment, workspace)
+        plan = _COUNTS_PLANS.add(key, _CountsPlan(counts, num_rows, alignment))
+    return plan(counts)

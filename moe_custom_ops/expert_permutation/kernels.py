@@ -16,6 +16,8 @@ from ..triton_common import Launch, wait_for_previous_kernel
 from .reference import BLOCK, bins, tile_size
 
 FILL_BLOCK = 1024
+MAP_BLOCK = 2048
+SEGMENT_BLOCK = 1024
 SCAN_TILES = 512
 SCAN_EXPERTS = 4
 
@@ -135,6 +137,153 @@ def _place_assignments_kernel(
             tl.store(sorted_ptr + rows, index, mask=valid & (rows < num_rows))
             if TILE > BLOCK:
                 first_rows = tl.minimum(first_rows + tl.histogram(ids, BINS, mask=valid), num_rows)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _ids_from_map_kernel(
+    map_ptr,
+    ids_ptr,
+    num_tokens,
+    num_experts,
+    stride_t,
+    stride_e,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous_kernel(OVERLAP, True)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.arange(0, BLOCK_E)
+    inside = tokens < num_tokens
+    is_set = tl.load(
+        map_ptr + tokens[:, None] * stride_t + experts[None, :].to(tl.int64) * stride_e,
+        mask=inside[:, None] & (experts < num_experts)[None, :],
+        other=0,
+    )
+    is_set = (is_set != 0).to(tl.int32)
+    rank = tl.cumsum(is_set, axis=1) - 1
+    tl.store(
+        ids_ptr + tokens[:, None] * K + rank,
+        tl.broadcast_to(experts[None, :], [BLOCK_T, BLOCK_E]),
+        mask=(is_set != 0) & (rank < K),
+    )
+    ks = tl.arange(0, PADDED_K)
+    missing = (ks[None, :] >= tl.sum(is_set, axis=1)[:, None]) & (ks < K)[None, :]
+    tl.store(
+        ids_ptr + tokens[:, None] * K + ks[None, :],
+        tl.full([BLOCK_T, PADDED_K], -1, tl.int32),
+        mask=inside[:, None] & missing,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _order_from_counts_kernel(
+    counts_ptr,
+    sorted_ptr,
+    tokens_per_expert_ptr,
+    offsets_ptr,
+    num_rows,
+    num_ranks,
+    num_experts,
+    stride_r,
+    stride_e,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program for each segment: the rows of one expert that came from one rank."""
+    wait_for_previous_kernel(OVERLAP, True)
+    pid = tl.program_id(0)
+    rank, expert = pid // num_experts, pid % num_experts
+    ranks = tl.arange(0, BLOCK_R)[:, None]
+    experts = tl.arange(0, BLOCK_E)
+    counts = tl.load(
+        counts_ptr + ranks.to(tl.int64) * stride_r + experts[None, :].to(tl.int64) * stride_e,
+        mask=(ranks < num_ranks) & (experts < num_experts)[None, :],
+        other=0,
+    )
+    counts = tl.maximum(counts.to(tl.int64), 0)
+    earlier_rank = tl.where(ranks < rank, counts, 0)
+    own_rank = tl.where(ranks == rank, counts, 0)
+    per_expert = tl.sum(counts, axis=0)
+    aligned = (per_expert + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    own = experts == expert
+    before = experts < expert
+    # Sums of integers, exact in any order.
+    total = tl.sum(tl.where(own, per_expert, 0), axis=0)
+    length = tl.sum(tl.where(own, tl.sum(own_rank, axis=0), 0), axis=0)
+    source = tl.sum(
+        tl.sum(earlier_rank, axis=0) + tl.where(before, tl.sum(own_rank, axis=0), 0), axis=0
+    )
+    group = tl.sum(tl.where(before, aligned, 0), axis=0)
+    end = group + tl.sum(tl.where(own, aligned, 0), axis=0)
+    target = group + tl.sum(tl.where(own, tl.sum(earlier_rank, axis=0), 0), axis=0)
+    if rank == 0:
+        tl.store(tokens_per_expert_ptr + expert, total)
+        tl.store(offsets_ptr + expert, tl.minimum(end, num_rows).to(tl.int32))
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, tl.minimum(length, tl.maximum(num_rows - target, 0)), BLOCK):
+        rows = start + lanes
+        tl.store(
+            sorted_ptr + target + rows,
+            (source + rows).to(tl.int32),
+            mask=(rows < length) & (target + rows < num_rows),
+        )
+    padding = tl.full([BLOCK], -1, tl.int32)
+    if rank == num_ranks - 1:
+        for start in range(group + total, tl.minimum(end, num_rows), BLOCK):
+            rows = start + lanes
+            tl.store(sorted_ptr + rows, padding, mask=(rows < end) & (rows < num_rows))
+    # What lies behind the last group, a block for each program in turn.
+    last = tl.sum(aligned, axis=0)
+    for start in range(last + pid * BLOCK, num_rows, num_ranks * num_experts * BLOCK):
+        rows = start + lanes
+        tl.store(sorted_ptr + rows, padding, mask=rows < num_rows)
+
+
+def from_counts(counts: Tensor, alignment: int, num_rows: int) -> Launch:
+    """Of (counts [ranks, E], sorted, tokens_per_expert, offsets)."""
+    num_ranks, num_experts = counts.shape
+    block_r, block_e = next_power_of_2(num_ranks), next_power_of_2(num_experts)
+    return Launch(
+        _order_from_counts_kernel,
+        num_ranks * num_experts,
+        counts.device,
+        num_rows,
+        num_ranks,
+        num_experts,
+        *counts.stride(),
+        ALIGNMENT=alignment,
+        BLOCK_R=block_r,
+        BLOCK_E=block_e,
+        BLOCK=SEGMENT_BLOCK,
+        num_warps=min(max(block_r * block_e // 1024, 1), 16),
+        overlap=True,
+    )
+
+
+def ids_from_map(routing_map: Tensor, topk: int) -> Launch:
+    """Of (routing_map as bytes [tokens, E], ids int32 [tokens, topk])."""
+    num_tokens, num_experts = routing_map.shape
+    block_e = next_power_of_2(num_experts)
+    block_t = max(MAP_BLOCK // block_e, 1)
+    return Launch(
+        _ids_from_map_kernel,
+        triton.cdiv(num_tokens, block_t),
+        routing_map.device,
+        num_tokens,
+        num_experts,
+        *routing_map.stride(),
+        K=topk,
+        PADDED_K=next_power_of_2(topk),
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        overlap=True,
+    )
 
 
 def expert_permutation(

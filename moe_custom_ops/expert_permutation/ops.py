@@ -11,12 +11,16 @@ from torch import Tensor
 
 from .. import checks
 from .. import workspace as workspaces
-from ..backend import load_kernels
+from ..backend import as_bytes, load_kernels
 from ..batching import register_vmap
 from . import reference
 
 OP = "expert_permutation"
+FROM_MAP = "expert_permutation_from_map"
+FROM_COUNTS = "expert_permutation_from_counts"
 MAX_EXPERTS = 4096
+# Of rows that came from several ranks: a program holds the counts of all.
+MAX_SEGMENTS = 2**14
 _Result = tuple[Tensor, Tensor, Tensor]
 
 
@@ -187,10 +191,115 @@ def _expert_permutation(
     return torch.ops.moe.expert_permutation_in(*arguments, workspace)
 
 
+@torch.library.custom_op("moe::ids_from_map", mutates_args=(), device_types="cpu")
+def ids_from_map(routing_map: Tensor, topk: int) -> Tensor:
+    """The experts that a token's row of the map has set, ascending, then -1: int32 [T, topk]."""
+    return reference.ids_from_map(routing_map, topk)
+
+
+@ids_from_map.register_kernel("cuda")
+def _ids_from_map_cuda(routing_map: Tensor, topk: int) -> Tensor:
+    ids = routing_map.new_empty((routing_map.shape[0], topk), dtype=torch.int32)
+    load_kernels(__package__).ids_from_map(routing_map, topk)(as_bytes(routing_map), ids)
+    return ids
+
+
+@ids_from_map.register_fake
+def _(routing_map: Tensor, topk: int) -> Tensor:
+    return routing_map.new_empty((routing_map.shape[0], topk), dtype=torch.int32)
+
+
+def check_map(routing_map: Tensor, topk: int) -> None:
+    name = FROM_MAP
+    checks.supported_device(name, "routing_map", routing_map)
+    checks.dtype(name, "routing_map", routing_map, (torch.bool,))
+    checks.rank(name, "routing_map", routing_map, "[T, E]")
+    num_experts = routing_map.shape[1]
+    description = f"[T, E] with E from 1 to {MAX_EXPERTS}"
+    fits = 1 <= num_experts <= MAX_EXPERTS
+    checks.shape(name, "routing_map", routing_map, description, fits)
+    checks.integer(name, "topk", topk, 1)
+    checks.value(topk <= num_experts, name, "topk", f"at most E = {num_experts}", topk)
+
+
+def _expert_permutation_from_map(
+    routing_map: Tensor,
+    topk: int,
+    alignment: int = 1,
+    num_rows: int | None = None,
+    workspace: Tensor | None = None,
+) -> _Result:
+    check_map(routing_map, topk)
+    ids = torch.ops.moe.ids_from_map(routing_map, topk)
+    num_experts = routing_map.shape[1]
+    return torch.ops.moe.expert_permutation(ids, num_experts, alignment, num_rows, workspace)
+
+
+@torch.library.custom_op("moe::order_from_counts", mutates_args=(), device_types="cpu")
+def order_from_counts(counts: Tensor, alignment: int, num_rows: int) -> _Result:
+    """(token_indices_sorted, tokens_per_expert, offsets)"""
+    return reference.from_counts(counts, alignment, num_rows)
+
+
+@order_from_counts.register_kernel("cuda")
+def _order_from_counts_cuda(counts: Tensor, alignment: int, num_rows: int) -> _Result:
+    results = _empty_results(counts, counts.shape[1], num_rows)
+    load_kernels(__package__).from_counts(counts, alignment, num_rows)(counts, *results)
+    return results
+
+
+@order_from_counts.register_fake
+def _(counts: Tensor, alignment: int, num_rows: int) -> _Result:
+    return _empty_results(counts, counts.shape[1], num_rows)
+
+
+def check_counts(counts: Tensor, num_rows: int, alignment: int, workspace: Tensor | None) -> None:
+    name = FROM_COUNTS
+    checks.supported_device(name, "counts", counts)
+    checks.dtype(name, "counts", counts, checks.INDEX_DTYPES)
+    checks.rank(name, "counts", counts, "[R, E]")
+    num_ranks, num_experts = counts.shape
+    description = f"[R, E] with R and E at least 1 and R * E at most {MAX_SEGMENTS}"
+    fits = min(num_ranks, num_experts) >= 1 and num_ranks * num_experts <= MAX_SEGMENTS
+    checks.shape(name, "counts", counts, description, fits)
+    checks.integer(name, "num_rows", num_rows, 0)
+    checks.value(num_rows < 2**31, name, "num_rows", "fewer than 2^31", num_rows)
+    checks.integer(name, "alignment", alignment, 1)
+    if workspace is not None:
+        workspaces.resolve(name, workspace, 0, counts)
+
+
+def _expert_permutation_from_counts(
+    counts: Tensor, num_rows: int, alignment: int = 1, workspace: Tensor | None = None
+) -> _Result:
+    check_counts(counts, num_rows, alignment, workspace)
+    return torch.ops.moe.order_from_counts(counts, alignment, num_rows)
+
+
 torch.library.define(
     "moe::expert_permutation",
     "(Tensor expert_ids, int num_experts, int alignment=1, SymInt? num_rows=None, "
     "Tensor(a!)? workspace=None) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.impl("moe::expert_permutation", "CompositeImplicitAutograd", _expert_permutation)
-register_vmap("expert_permutation")
+torch.library.define(
+    "moe::expert_permutation_from_map",
+    "(Tensor routing_map, int topk, int alignment=1, SymInt? num_rows=None, "
+    "Tensor(a!)? workspace=None) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.impl(
+    "moe::expert_permutation_from_map", "CompositeImplicitAutograd", _expert_permutation_from_map
+)
+torch.library.define(
+    "moe::expert_permutation_from_counts",
+    "(Tensor counts, SymInt num_rows, int alignment=1, Tensor(a!)? workspace=None) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+torch.library.impl(
+    "moe::expert_permutation_from_counts",
+    "CompositeImplicitAutograd",
+    _expert_permutation_from_counts,
+)
+register_vmap(FROM_COUNTS)
+register_vmap(OP)
+register_vmap(FROM_MAP)

@@ -50,3 +50,32 @@ def expert_permutation(
     result.scatter_(0, torch.where(kept, rows, num_rows), order.to(torch.int32))
     # All that is dropped went to a place past the end.
     return result[:num_rows].clone(), tokens_per_expert.clone(), ends.clamp(max=num_rows).int()
+
+
+def ids_from_map(routing_map: Tensor, topk: int) -> Tensor:
+    """The experts that a token's row of the map has set, ascending, then -1: int32 [T, topk]."""
+    num_tokens, num_experts = routing_map.shape
+    rank = routing_map.to(torch.int64).cumsum(1) - 1
+    # What is not set, or is one too many, goes to a place past the end.
+    rank = torch.where(routing_map & (rank < topk), rank, topk)
+    experts = torch.arange(num_experts, device=routing_map.device, dtype=torch.int32)
+    ids = experts.new_full((num_tokens, topk + 1), -1)
+    return ids.scatter_(1, rank, experts.expand(num_tokens, -1))[:, :topk].contiguous()
+
+
+def from_counts(counts: Tensor, alignment: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(token_indices_sorted int32 [num_rows], tokens_per_expert int64 [E], offsets int32 [E])"""
+    counts = counts.to(torch.int64).clamp(min=0)
+    tokens_per_expert = counts.sum(0)
+    aligned = (tokens_per_expert + alignment - 1) // alignment * alignment
+    ends = aligned.cumsum(0)
+    # Of each segment, one rank's rows of one expert: its length, its first row here and there.
+    lengths = counts.flatten()
+    sources = (lengths.cumsum(0) - lengths).view(counts.shape).t().flatten()
+    lengths = counts.t().flatten()
+    targets = (ends - aligned)[:, None] + (counts.cumsum(0) - counts).t()
+    rows = torch.arange(num_rows, device=counts.device)
+    segment = torch.searchsorted(targets.flatten(), rows, right=True) - 1
+    within = rows - targets.flatten()[segment]
+    order = torch.where(within < lengths[segment], sources[segment] + within, -1)
+    return order.to(torch.int32), tokens_per_expert, ends.clamp(max=num_rows).int()
