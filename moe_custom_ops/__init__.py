@@ -12,6 +12,7 @@ from .sequence_aux_loss import sequence_aux_loss, sequence_aux_loss_workspace_si
 from .weighted_restore import (
     inverse_permutation,
     permute,
+    permute_with_scores,
     permute_workspace_size,
     restore,
     weighted_restore,
@@ -30,6 +31,7 @@ __all__ = [
     "inverse_permutation",
     "make_workspace",
     "permute",
+    "permute_with_scores",
     "permute_workspace_size",
     "restore",
     "sequence_aux_loss",

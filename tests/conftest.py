@@ -47,6 +47,7 @@ def launched(kernel_device, monkeypatch):
         monkeypatch.setattr(room, "_PLANS", direct.Plans())
     monkeypatch.setattr(restore, "_PERMUTE_PLANS", direct.Plans())
     monkeypatch.setattr(restore, "_INVERSIONS", direct.Plans())
+    monkeypatch.setattr(restore, "_SCORES_PLANS", direct.Plans())
     monkeypatch.setattr(permutation, "_MAP_PLANS", direct.Plans())
     monkeypatch.setattr(permutation, "_COUNTS_PLANS", direct.Plans())
     return names

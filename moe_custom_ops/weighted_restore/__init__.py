@@ -1,11 +1,18 @@
 """The fused restore, weighted or not, and permute, its adjoint."""
 
-from .api import inverse_permutation, permute, restore, weighted_restore
+from .api import (
+    inverse_permutation,
+    permute,
+    permute_with_scores,
+    restore,
+    weighted_restore,
+)
 from .ops import permute_workspace_size, weighted_restore_workspace_size
 
 __all__ = [
     "inverse_permutation",
     "permute",
+    "permute_with_scores",
     "permute_workspace_size",
     "restore",
     "weighted_restore",

@@ -207,6 +207,58 @@ def permute(
     return torch.ops.moe.permute(*arguments)
 
 
+def permute_with_scores(
+    tokens: Tensor,
+    top_scores: Tensor,
+    token_indices_sorted: Tensor,
+    workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Copies of the tokens in expert-major order, and their scores in that order.
+
+    For layers that apply the scores before or inside the experts, and then use :func:`restore`.
+
+    Args:
+        tokens: [T, H], as in :func:`permute`.
+        top_scores: [T, K] of any strides; bfloat16, float16, float32 or float64.
+        token_indices_sorted: int32 or int64 [N], as in :func:`permute`.
+        workspace: checked, but not needed: the inverse serves both results.
+        inverse: :func:`inverse_permutation` of ``token_indices_sorted``, int32 [T, K], where
+            several ops of a layer share it; None inverts here.
+
+    Returns:
+        ``rows`` [N, H] as of :func:`permute`, and ``row_scores`` [N] in the dtype of
+        ``top_scores``, zero for padding. Gradients go to ``tokens`` and to ``top_scores`` (zero
+        where no row holds the assignment), without atomics.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or device, or the workspace is too small,
+            misaligned or not contiguous.
+        NotImplementedError: forward-mode AD, or a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> order = torch.tensor([0, 2, 1, -1])                  # 2 tokens, 2 experts each
+        >>> scores = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+        >>> permute_with_scores(torch.rand(2, 8), scores, order)[1].tolist()
+        [0.75, 0.5, 0.25, 0.0]
+    """
+    arguments = tokens, top_scores, token_indices_sorted, workspace, inverse
+    if not torch.compiler.is_compiling():
+        results = direct.permute_with_scores(*arguments)
+        if results is not None:
+            return results
+    name = "permute_with_scores"
+    checks.is_tensor(name, "tokens", tokens)
+    checks.is_tensor(name, "top_scores", top_scores)
+    checks.is_tensor(name, "token_indices_sorted", token_indices_sorted)
+    if workspace is not None:
+        checks.is_tensor(name, "workspace", workspace)
+    if inverse is not None:
+        checks.is_tensor(name, "inverse", inverse)
+    return torch.ops.moe.permute_with_scores(*arguments)
+
+
 def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor:
     """The row of each assignment, which :func:`permute` and the restores can share.
 

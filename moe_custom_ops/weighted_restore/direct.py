@@ -354,3 +354,97 @@ def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int
 
 
 _INVERSIONS: direct.Plans[Any] = direct.Plans()
+
+
+class _ScoresPlan:
+    """Launches of scores_to_rows and of its adjoint."""
+
+    def __init__(self, top_scores: Tensor, token_indices_sorted: Tensor) -> None:
+        self.kernels = load_kernels(__package__)
+        self.device, self.dtype = top_scores.device, top_scores.dtype
+        self.shape = tuple(top_scores.shape)
+        self.num_rows = token_indices_sorted.shape[0]
+        self.to_rows = self.kernels.scores_to_rows(top_scores, token_indices_sorted)
+        self.to_scores: direct.Plans[Any] = direct.Plans()
+
+    def forward(self, top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
+        row_scores = direct.allocator(self.device)((self.num_rows,), (1,), self.dtype)
+        self.to_rows(top_scores, token_indices_sorted, slots, row_scores)
+        return row_scores
+
+    def backward(self, grad_part: Any, grad: Tensor, slots: Tensor) -> Tensor:
+        launch = self.to_scores.get((grad_part,))
+        if launch is None:
+            launch = self.kernels.rows_to_scores(grad, math.prod(self.shape))
+            self.to_scores.add((grad_part,), launch)
+        scores = direct.allocator(self.device)(self.shape, (self.shape[1], 1), self.dtype)
+        launch(grad, slots, scores)
+        return scores
+
+
+class _ScoresToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        top_scores: Tensor,
+        plan: _ScoresPlan,
+        token_indices_sorted: Tensor,
+        slots: Tensor,
+        parts: list[Any],
+    ) -> Tensor:
+        ctx.save_for_backward(token_indices_sorted, slots)
+        ctx.plan, ctx.parts = plan, parts
+        ctx.set_materialize_grads(False)
+        return plan.forward(top_scores, token_indices_sorted, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_scores = None
+        if grad is not None:
+            saved = ctx.saved_tensors
+            parts = direct.signature(grad, *saved)
+            usual = parts is not None and direct.unchanged(parts[1:], ctx.parts)
+            if parts is not None and usual and not torch.is_grad_enabled():
+                grad_scores = ctx.plan.backward(parts[0], grad, saved[1])
+            else:
+                grad_scores = torch.ops.moe.rows_to_scores(grad, *saved)
+        return grad_scores, None, None, None, None
+
+
+_APPLY_SCORES = direct.apply_of(_ScoresToRows)
+_SCORES_PLANS: direct.Plans[_ScoresPlan] = direct.Plans()
+
+
+def permute_with_scores(
+    tokens: Tensor,
+    top_scores: Tensor,
+    token_indices_sorted: Tensor,
+    workspace: Tensor | None,
+    inverse: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """(rows, row_scores), or None where the call is for the dispatcher."""
+    given = tokens, token_indices_sorted
+    tensors = direct.signature(*given, top_scores, workspace, inverse)
+    if tensors is None or tokens is None or top_scores is None or token_indices_sorted is None:
+        return None
+    if inverse is not None and not inverse.is_contiguous():
+        return None
+    plan = _SCORES_PLANS.get(tuple(tensors))
+    if plan is None:
+        topk = max(top_scores.shape[-1], 1) if top_scores.dim() else 1
+        ops.check_permute(*given, topk, workspace, inverse, "permute_with_scores")
+        ops.check_scores_of(tokens, top_scores)
+        plan = _SCORES_PLANS.add(tuple(tensors), _ScoresPlan(top_scores, token_indices_sorted))
+    num_tokens, topk = plan.shape
+    if inverse is None:
+        inverse = inverse_permutation(token_indices_sorted, num_tokens, topk)
+    rows = permute(tokens, token_indices_sorted, topk, None, inverse)
+    if inverse is None or rows is None:
+        return None
+    if top_scores.requires_grad and torch.is_grad_enabled():
+        slots = direct.fresh(plan.shape, (topk, 1), torch.int32, tokens)
+        parts = [tensors[1], tensors[4] or slots]
+        row_scores = _APPLY_SCORES(top_scores, plan, token_indices_sorted, inverse, parts)
+    else:
+        row_scores = plan.forward(top_scores, token_indices_sorted, inverse)
+    return rows, row_scores

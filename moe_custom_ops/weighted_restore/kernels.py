@@ -399,6 +399,82 @@ def _permute_kernel(
         )
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_assignments"])
+def _scores_to_rows_kernel(
+    scores_ptr,
+    indices_ptr,
+    slots_ptr,
+    row_scores_ptr,
+    num_rows,
+    num_assignments,
+    stride_t,
+    stride_k,
+    stride_i,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous_kernel(OVERLAP, True)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices_ptr + rows * stride_i, mask=rows < num_rows, other=-1).to(tl.int64)
+    in_range = (index >= 0) & (index < num_assignments)
+    held = in_range & (tl.load(slots_ptr + index, mask=in_range, other=-1) == rows)
+    scores_ptrs = scores_ptr + index // K * stride_t + index % K * stride_k
+    scores = tl.load(scores_ptrs, mask=held, other=0.0)
+    tl.store(row_scores_ptr + rows, scores, mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_assignments"])
+def _rows_to_scores_kernel(
+    row_scores_ptr,
+    slots_ptr,
+    scores_ptr,
+    num_rows,
+    num_assignments,
+    stride,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous_kernel(OVERLAP, True)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_assignments
+    slots = tl.load(slots_ptr + index, mask=inside, other=-1).to(tl.int64)
+    held = (slots >= 0) & (slots < num_rows)
+    values = tl.load(row_scores_ptr + slots * stride, mask=held, other=0.0)
+    tl.store(scores_ptr + index, values, mask=inside)
+
+
+def scores_to_rows(top_scores: Tensor, token_indices_sorted: Tensor) -> Launch:
+    """Of (top_scores [T, K], token_indices_sorted, slots, row_scores [N])."""
+    (num_rows,) = token_indices_sorted.shape
+    return Launch(
+        _scores_to_rows_kernel,
+        triton.cdiv(num_rows, INVERT_BLOCK),
+        top_scores.device,
+        num_rows,
+        top_scores.numel(),
+        *top_scores.stride(),
+        *token_indices_sorted.stride(),
+        K=top_scores.shape[1],
+        BLOCK=INVERT_BLOCK,
+        overlap=True,
+    )
+
+
+def rows_to_scores(row_scores: Tensor, num_assignments: int) -> Launch:
+    """Of (row_scores [N], slots, scores): the value of each assignment's row, or zero."""
+    return Launch(
+        _rows_to_scores_kernel,
+        triton.cdiv(num_assignments, INVERT_BLOCK),
+        row_scores.device,
+        row_scores.shape[0],
+        num_assignments,
+        *row_scores.stride(),
+        BLOCK=INVERT_BLOCK,
+        overlap=True,
+    )
+
+
 def _unit(dtype: torch.dtype, *sizes: int) -> int:
     """Elements of a load of at most 16 bytes that divide all of ``sizes``.
 

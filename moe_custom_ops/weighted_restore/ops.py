@@ -577,19 +577,20 @@ def check_permute(
     topk: int,
     workspace: Tensor | None,
     inverse: Tensor | None,
+    op: str = "permute",
 ) -> None:
-    checks.supported_device("permute", "tokens", tokens)
-    checks.dtype("permute", "tokens", tokens, (*checks.FLOAT_DTYPES, *MOVED_DTYPES))
-    checks.rank("permute", "tokens", tokens, "[T, H]")
+    checks.supported_device(op, "tokens", tokens)
+    checks.dtype(op, "tokens", tokens, (*checks.FLOAT_DTYPES, *MOVED_DTYPES))
+    checks.rank(op, "tokens", tokens, "[T, H]")
     name = "token_indices_sorted"
-    checks.dtype("permute", name, token_indices_sorted, checks.INDEX_DTYPES)
-    checks.rank("permute", name, token_indices_sorted, "[N]")
-    checks.same_device("permute", name, token_indices_sorted, tokens, "tokens")
-    checks.integer("permute", "topk", topk, 1)
-    _check_count("permute", name, token_indices_sorted.shape[0])
-    _check_count("permute", "T * topk", tokens.shape[0] * topk)
-    checks.no_forward_tangent("permute", tokens)
-    _check_inversion("permute", [tokens.shape[0], topk], tokens, "tokens", workspace, inverse)
+    checks.dtype(op, name, token_indices_sorted, checks.INDEX_DTYPES)
+    checks.rank(op, name, token_indices_sorted, "[N]")
+    checks.same_device(op, name, token_indices_sorted, tokens, "tokens")
+    checks.integer(op, "topk", topk, 1)
+    _check_count(op, name, token_indices_sorted.shape[0])
+    _check_count(op, "T * topk", tokens.shape[0] * topk)
+    checks.no_forward_tangent(op, tokens)
+    _check_inversion(op, [tokens.shape[0], topk], tokens, "tokens", workspace, inverse)
 
 
 def as_moved(tokens: Tensor) -> Tensor:
@@ -625,6 +626,100 @@ def _is_recorded(tokens: Tensor) -> bool:
     return torch.is_grad_enabled() and tokens.requires_grad
 
 
+@torch.library.custom_op("moe::scores_to_rows", mutates_args=(), device_types="cpu")
+def scores_to_rows(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
+    """The score of each row's assignment, zero at padding rows: [N]."""
+    assignments = reference.row_assignments(slots, token_indices_sorted)
+    return reference.scores_to_rows(top_scores, assignments)
+
+
+@scores_to_rows.register_kernel("cuda")
+def _scores_to_rows_cuda(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
+    name = "scores_to_rows"
+    checks.dtype(name, "slots", slots, (torch.int32,))
+    checks.same_shape(name, "slots", slots, top_scores.shape, "that of top_scores")
+    scores = flat(top_scores)
+    row_scores = top_scores.new_empty(token_indices_sorted.shape)
+    launch = load_kernels(__package__).scores_to_rows(scores, token_indices_sorted)
+    launch(scores, token_indices_sorted, slots.contiguous(), row_scores)
+    return row_scores
+
+
+@scores_to_rows.register_fake
+def _(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
+    return top_scores.new_empty(token_indices_sorted.shape)
+
+
+@torch.library.custom_op("moe::rows_to_scores", mutates_args=(), device_types="cpu")
+def rows_to_scores(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
+    """The value of each assignment's row, zero where no row holds it: the shape of ``slots``."""
+    return reference.rows_to_scores(row_scores, slots)
+
+
+@rows_to_scores.register_kernel("cuda")
+def _rows_to_scores_cuda(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
+    checks.dtype("rows_to_scores", "slots", slots, (torch.int32,))
+    scores = row_scores.new_empty(slots.shape)
+    launch = load_kernels(__package__).rows_to_scores(row_scores, slots.numel())
+    launch(row_scores, slots.contiguous(), scores)
+    return scores
+
+
+@rows_to_scores.register_fake
+def _(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
+    return row_scores.new_empty(slots.shape)
+
+
+def _save_order(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _scores_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    adjoint = torch.ops.moe.rows_to_scores
+    return None if grad is None else adjoint(grad, *ctx.saved_tensors), None, None
+
+
+def _rows_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    adjoint = torch.ops.moe.scores_to_rows
+    return None if grad is None else adjoint(grad, *ctx.saved_tensors), None, None
+
+
+scores_to_rows.register_autograd(_scores_backward, setup_context=_save_order)
+rows_to_scores.register_autograd(_rows_backward, setup_context=_save_order)
+
+
+def check_scores_of(tokens: Tensor, top_scores: Tensor) -> None:
+    """As one op, whose other arguments :func:`check_permute` knows."""
+    name = "permute_with_scores"
+    checks.dtype(name, "top_scores", top_scores, checks.FLOAT_DTYPES)
+    checks.rank(name, "top_scores", top_scores, "[T, K]")
+    checks.same_device(name, "top_scores", top_scores, tokens, "tokens")
+    num_tokens = tokens.shape[0]
+    fits = (top_scores.shape[0] == num_tokens) & (top_scores.shape[1] >= 1)
+    expected = f"[T, K] = [{num_tokens}, K] with K >= 1"
+    checks.shape(name, "top_scores", top_scores, expected, fits)
+    checks.no_forward_tangent(name, top_scores)
+
+
+def _permute_with_scores(
+    tokens: Tensor,
+    top_scores: Tensor,
+    token_indices_sorted: Tensor,
+    workspace: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    topk = top_scores.shape[-1] if top_scores.dim() else 1
+    check_permute(
+        tokens, token_indices_sorted, max(topk, 1), workspace, inverse, "permute_with_scores"
+    )
+    check_scores_of(tokens, top_scores)
+    if inverse is None:
+        inverse = torch.ops.moe.inverse(token_indices_sorted, [tokens.shape[0], topk])
+    rows = torch.ops.moe.permute(tokens, token_indices_sorted, topk, None, inverse)
+    return rows, torch.ops.moe.scores_to_rows(top_scores, token_indices_sorted, inverse)
+
+
 _INVERSION = "Tensor(a!)? workspace=None, Tensor? inverse=None"
 for _name, _arguments, _function in (
     (
@@ -645,11 +740,17 @@ for _name, _arguments, _function in (
         _permute,
     ),
     (
+        "permute_with_scores",
+        "Tensor tokens, Tensor top_scores, Tensor token_indices_sorted, " + _INVERSION,
+        _permute_with_scores,
+    ),
+    (
         "inverse_permutation",
         "Tensor token_indices_sorted, SymInt num_tokens, int topk",
         _inverse_permutation,
     ),
 ):
-    torch.library.define(f"moe::{_name}", f"({_arguments}) -> Tensor")
+    _results = "(Tensor, Tensor)" if _name == "permute_with_scores" else "Tensor"
+    torch.library.define(f"moe::{_name}", f"({_arguments}) -> {_results}")
     torch.library.impl(f"moe::{_name}", "CompositeImplicitAutograd", _function)
     register_vmap(_name)

@@ -93,3 +93,14 @@ def row_assignments(slots: Tensor, token_indices_sorted: Tensor) -> Tensor:
     owners = torch.nn.functional.pad(slots.reshape(-1), (0, 1), value=-1)[index]
     rows = torch.arange(index.shape[0], device=index.device)
     return torch.where(owners == rows, index, -1)
+
+
+def scores_to_rows(top_scores: Tensor, assignments: Tensor) -> Tensor:
+    """The score of each row's assignment, zero at padding rows: [N]."""
+    return torch.nn.functional.pad(top_scores.reshape(-1), (0, 1))[assignments]
+
+
+def rows_to_scores(row_scores: Tensor, slots: Tensor) -> Tensor:
+    """The value of each assignment's row, zero where no row holds it: the shape of ``slots``."""
+    index = torch.where((slots < 0) | (slots >= row_scores.shape[0]), -1, slots).long()
+    return torch.nn.functional.pad(row_scores, (0, 1))[index]
