@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_custom_ops.benchmarks import losses, permutations, restores
+from moe_custom_ops.benchmarks import layer, losses, permutations, restores
 from moe_custom_ops.benchmarks.__main__ import format_host, format_row
 from moe_custom_ops.benchmarks.timing import HostTimes, Row
 
@@ -22,12 +22,13 @@ def _without_a_graph(monkeypatch):
             call()
         return [2.0, *(4.0 for _ in calls[1:])]
 
-    for module in (losses, permutations, restores):
+    for module in (layer, losses, permutations, restores):
         monkeypatch.setattr(module, "graph_time", once)
         monkeypatch.setattr(module, "host_times", host_once)
         monkeypatch.setattr(module, "input_sets", lambda num_bytes, device: 2)
     monkeypatch.setattr(losses, "AUX_LOSS_SHAPES", [(16, 8)])
     monkeypatch.setattr(losses, "SEQUENCE_SHAPES", [(2, 8, 8)])
+    monkeypatch.setattr(layer, "LAYERS", [(8, 2, 16, 4)])
     monkeypatch.setattr(restores, "SHAPES", [(8, 2, 16)])
     monkeypatch.setattr(permutations, "SHAPES", [(8, 2, 16)])
     monkeypatch.setattr(permutations, "ORDERS", [(8, 2, 4)])
@@ -54,6 +55,19 @@ def test_permutations():
     assert [row.num_bytes for row in rows] == [8 * 3 * 16 * 2] * 3
     for times in (permutations.orders_host(device), permutations.rows_host(device)):
         assert times.others == {"eager": 4.0}
+
+
+def test_layer():
+    device = torch.device("cpu")
+    (row,) = layer.rows(device)
+    assert row.num_bytes == 2 * 8 * 16 * (6 + 6 + 2) + 4 * 8 * 4 and row.compiled
+    assert layer.host(device).others == {"eager": 4.0}
+    inputs = layer.make(8, 2, 16, 4, device)
+    for ours, eager in zip(
+        layer.step(layer.our_path)(*inputs), layer.step(layer.eager_path)(*inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * eager.abs().max().item())
+        assert eager.abs().max() > 0
 
 
 def test_the_formulas_compared_are_the_same():

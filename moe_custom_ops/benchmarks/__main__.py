@@ -8,7 +8,7 @@ import argparse
 
 import torch
 
-from . import losses, permutations, restores
+from . import layer, losses, permutations, restores
 from .timing import HostTimes, Row, copy_rate
 
 ROWS = {
@@ -17,6 +17,7 @@ ROWS = {
     "expert_permutation": permutations.orders,
     "permute": permutations.rows,
     "weighted_restore": restores.rows,
+    "layer": layer.rows,
 }
 HOST = {
     "aux_loss": losses.aux_loss_host,
@@ -24,6 +25,7 @@ HOST = {
     "expert_permutation": permutations.orders_host,
     "permute": permutations.rows_host,
     "weighted_restore": restores.host,
+    "layer": layer.host,
 }
 
 
