@@ -1,7 +1,7 @@
 """The whole non-GEMM path of a layer, forward and backward, against the same in eager PyTorch.
 
-Loss, order, copies into it and the weighted sums back: everything but router and experts, which here
-are the identity.
+Loss, order, copies into it and the weighted sums back: everything but router and experts, which
+here are the identity.
 """
 
 import functools

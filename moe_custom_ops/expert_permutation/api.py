@@ -26,7 +26,7 @@ def expert_permutation(
             chose twice has two assignments.
         num_experts: experts, from 1 to 4096.
         alignment: rows of which each group's length is a multiple, as some grouped matrix products
-            need, at least 1. An expert without assignments has no rows.
+            need, from 1 to 2^31 - 1. An expert without assignments has no rows.
         num_rows: number N of rows, at least 0. None is the worst case,
             T * K + min(num_experts, T * K) * (alignment - 1) rounded down to the alignment; where
             most ids are dropped that is many times what is used, and so is what is made of it.
@@ -139,7 +139,7 @@ def expert_permutation_from_counts(
             most 16384 of them. A negative count is none.
         num_rows: number N of rows of the result, at least 0. Rows past the last group are padding;
             where there are too few, the rows past them are dropped.
-        alignment: rows of which each group's length is a multiple, at least 1.
+        alignment: rows of which each group's length is a multiple, from 1 to 2^31 - 1.
         workspace: not needed; of :func:`make_workspace`, as for the other ops.
 
     Returns:
@@ -178,12 +178,12 @@ def compose_permutations(first: Tensor, second: Tensor) -> Tensor:
     second), k)``.
 
     Args:
-        first: int32 or int64 [M]: the assignment of each row, or padding.
+        first: int32 or int64 [M]: the assignment of each row, or padding; no assignment twice.
         second: int32 or int64 [N]: the row of ``first`` that each row of the result takes, or
             padding: a negative value, or one of at least M.
 
     Returns:
-        [N] in the dtype of ``first``, -1 where either is padding.
+        [N] in the dtype of ``first``, -1 where ``second`` is padding or ``first`` is negative.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -58,6 +58,7 @@ def expert_permutation(
     alignment: int,
     num_rows: int | None,
     workspace: Tensor | None,
+    op: str = ops.OP,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The results, or None where the call is for the dispatcher."""
     # Numbers of other types are for the dispatcher and the checks.
@@ -71,7 +72,7 @@ def expert_permutation(
     key: tuple[Any, ...] = (*tensors, num_experts, alignment, num_rows)
     plan = _PLANS.get(key)
     if plan is None:
-        rows = ops.check(expert_ids, num_experts, alignment, num_rows, workspace)
+        rows = ops.check(expert_ids, num_experts, alignment, num_rows, workspace, op)
         plan = _PLANS.add(key, _Plan(expert_ids, num_experts, alignment, rows))
     return plan(expert_ids, workspace)
 
@@ -109,7 +110,8 @@ def expert_permutation_from_map(
     if plan is None:
         ops.check_map(routing_map, topk)
         plan = _MAP_PLANS.add(key, _MapPlan(routing_map, topk))
-    return expert_permutation(plan(routing_map), plan.num_experts, alignment, num_rows, workspace)
+    rest = plan.num_experts, alignment, num_rows, workspace
+    return expert_permutation(plan(routing_map), *rest, ops.FROM_MAP)
 
 
 class _CountsPlan:

@@ -26,8 +26,8 @@ SCAN_EXPERTS = 4
 def _load_ids(ids_ptr, index, num_assignments, num_experts, stride_t, stride_k, K: tl.constexpr):
     """(expert of each assignment, whether there is one)"""
     inside = index < num_assignments
-    token = (index // K).to(tl.int64)
-    ids = tl.load(ids_ptr + token * stride_t + (index % K) * stride_k, mask=inside, other=-1)
+    token, k = (index // K).to(tl.int64), (index % K).to(tl.int64)
+    ids = tl.load(ids_ptr + token * stride_t + k * stride_k, mask=inside, other=-1)
     valid = (ids >= 0) & (ids < num_experts)
     return tl.where(valid, ids, 0).to(tl.int32), valid
 
@@ -134,7 +134,9 @@ def _place_assignments_kernel(
             own = tl.where(valid, ids, -1)
             same = (own[None, :] == ids[:, None]) & earlier
             rows = tl.gather(first_rows, ids, axis=0) + tl.sum(same.to(tl.int32), axis=1)
-            tl.store(sorted_ptr + rows, index, mask=valid & (rows < num_rows))
+            # Below zero is past 2^31.
+            inside = (rows >= 0) & (rows < num_rows)
+            tl.store(sorted_ptr + rows, index, mask=valid & inside)
             if TILE > BLOCK:
                 first_rows = tl.minimum(first_rows + tl.histogram(ids, BINS, mask=valid), num_rows)
 
@@ -228,9 +230,10 @@ def _order_from_counts_kernel(
     lanes = tl.arange(0, BLOCK)
     for start in range(0, tl.minimum(length, tl.maximum(num_rows - target, 0)), BLOCK):
         rows = start + lanes
+        sources = source + rows
         tl.store(
             sorted_ptr + target + rows,
-            (source + rows).to(tl.int32),
+            tl.where(sources < 2147483648, sources, -1).to(tl.int32),
             mask=(rows < length) & (target + rows < num_rows),
         )
     padding = tl.full([BLOCK], -1, tl.int32)

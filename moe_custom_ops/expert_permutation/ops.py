@@ -54,6 +54,11 @@ def _check_experts(name: str, num_experts: int) -> None:
     checks.value(num_experts <= MAX_EXPERTS, name, "num_experts", expected, num_experts)
 
 
+def check_alignment(op: str, alignment: int) -> None:
+    checks.integer(op, "alignment", alignment, 1)
+    checks.value(alignment < 2**31, op, "alignment", "less than 2^31", alignment)
+
+
 def num_counts(num_assignments: int, num_experts: int) -> int:
     """int32 counts of scratch, for a symbolic number of assignments too."""
     most = reference.max_tiles(num_experts)
@@ -78,27 +83,30 @@ def check(
     alignment: int,
     num_rows: int | None,
     workspace: Tensor | None,
+    op: str = OP,
 ) -> int:
     """The number of rows, once all arguments are what the op takes."""
-    checks.supported_device(OP, "expert_ids", expert_ids)
-    checks.dtype(OP, "expert_ids", expert_ids, checks.INDEX_DTYPES)
+    checks.supported_device(op, "expert_ids", expert_ids)
+    checks.dtype(op, "expert_ids", expert_ids, checks.INDEX_DTYPES)
     has_topk = expert_ids.dim() >= 1 and expert_ids.shape[-1] >= 1
-    checks.shape(OP, "expert_ids", expert_ids, "[*, K] with K >= 1", has_topk)
-    _check_experts(OP, num_experts)
-    checks.integer(OP, "alignment", alignment, 1)
+    checks.shape(op, "expert_ids", expert_ids, "[*, K] with K >= 1", has_topk)
+    _check_experts(op, num_experts)
+    check_alignment(op, alignment)
     num_assignments = math.prod(expert_ids.shape)
     if num_rows is None:
         num_rows = worst_case_rows(num_assignments, num_experts, alignment)
-        # Without a minimum: a cached graph would decide it, and be for one side of it only.
-        most_rows = num_assignments + num_experts * (alignment - 1)
+        most_rows = num_rows
+        if not isinstance(num_assignments, int):
+            # Without a minimum: a cached graph would decide it, and be for one side of it only.
+            most_rows = num_assignments + num_experts * (alignment - 1)
     else:
-        checks.integer(OP, "num_rows", num_rows, 0)
+        checks.integer(op, "num_rows", num_rows, 0)
         most_rows = num_rows
     expected = "of fewer than 2^31 elements"
-    checks.value(num_assignments < 2**31, OP, "expert_ids", expected, num_assignments)
-    checks.value(most_rows < 2**31, OP, "num_rows", "fewer than 2^31", most_rows)
+    checks.value(num_assignments < 2**31, op, "expert_ids", expected, num_assignments)
+    checks.value(most_rows < 2**31, op, "num_rows", "fewer than 2^31", most_rows)
     if workspace is not None:
-        workspaces.resolve(OP, workspace, _size(num_assignments, num_experts), expert_ids)
+        workspaces.resolve(op, workspace, _size(num_assignments, num_experts), expert_ids)
     return num_rows
 
 
@@ -232,6 +240,7 @@ def _expert_permutation_from_map(
     check_map(routing_map, topk)
     ids = torch.ops.moe.ids_from_map(routing_map, topk)
     num_experts = routing_map.shape[1]
+    check(ids, num_experts, alignment, num_rows, workspace, FROM_MAP)
     return torch.ops.moe.expert_permutation(ids, num_experts, alignment, num_rows, workspace)
 
 
@@ -260,11 +269,11 @@ def check_counts(counts: Tensor, num_rows: int, alignment: int, workspace: Tenso
     checks.rank(name, "counts", counts, "[R, E]")
     num_ranks, num_experts = counts.shape
     description = f"[R, E] with R and E at least 1 and R * E at most {MAX_SEGMENTS}"
-    fits = min(num_ranks, num_experts) >= 1 and num_ranks * num_experts <= MAX_SEGMENTS
-    checks.shape(name, "counts", counts, description, fits)
+    for fits in (num_ranks >= 1, num_experts >= 1, num_ranks * num_experts <= MAX_SEGMENTS):
+        checks.shape(name, "counts", counts, description, fits)
     checks.integer(name, "num_rows", num_rows, 0)
     checks.value(num_rows < 2**31, name, "num_rows", "fewer than 2^31", num_rows)
-    checks.integer(name, "alignment", alignment, 1)
+    check_alignment(name, alignment)
     if workspace is not None:
         workspaces.resolve(name, workspace, 0, counts)
 

@@ -77,5 +77,7 @@ def from_counts(counts: Tensor, alignment: int, num_rows: int) -> tuple[Tensor, 
     rows = torch.arange(num_rows, device=counts.device)
     segment = torch.searchsorted(targets.flatten(), rows, right=True) - 1
     within = rows - targets.flatten()[segment]
-    order = torch.where(within < lengths[segment], sources[segment] + within, -1)
+    order = sources[segment] + within
+    # No row past 2^31 can have come.
+    order = torch.where((within < lengths[segment]) & (order < 2**31), order, -1)
     return order.to(torch.int32), tokens_per_expert, ends.clamp(max=num_rows).int()

@@ -292,10 +292,11 @@ class _Permute(torch.autograd.Function):
         grad_tokens = None
         if grad is not None:
             token_indices_sorted, slots = ctx.saved_tensors
-            inputs = grad, token_indices_sorted, *ctx.shape, None, None, slots
-            grad_tokens = restore(*inputs)
+            grad_tokens = restore(grad, token_indices_sorted, *ctx.shape, None, None, slots)
             if grad_tokens is None:
-                grad_tokens = torch.ops.moe.restore(*inputs)
+                # Not the public op: under is_grads_batched that has no batching rule.
+                inputs = grad, None, token_indices_sorted, None, None, list(ctx.shape), slots
+                grad_tokens = torch.ops.moe.restore_gather(*inputs)[0]
         return grad_tokens, None, None, None
 
 
@@ -317,13 +318,14 @@ def permute(
         return None
     if inverse is not None and not inverse.is_contiguous():
         return None
-    key = (*tensors, topk)
+    recorded = tokens.requires_grad and torch.is_grad_enabled()
+    key = (*tensors, topk, recorded)
     plan = _PERMUTE_PLANS.get(key)
     if plan is None:
         ops.check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
         plan = _PermutePlan(tokens, token_indices_sorted, topk)
         _PERMUTE_PLANS.add(key, plan)
-    if tokens.requires_grad and torch.is_grad_enabled():
+    if recorded:
         return _APPLY_PERMUTE(tokens, plan, token_indices_sorted, inverse)
     if inverse is None and workspace is not None:
         num_tokens, topk = plan.shape

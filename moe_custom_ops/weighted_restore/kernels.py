@@ -161,6 +161,7 @@ def _weighted_restore_kernel(
         acc = widen(acc, ACC)
     else:
         acc = tl.zeros([BLOCK_H], ACC)
+    zero = token * 0
     # All loads of a group are on their way before the first sum, which took 0.95 of the time of a
     # plain loop at (T 16384, K 8, H 2048) on an H200. What is absent is skipped: where few rows
     # exist, 0.83 of the time of adding zeros.
@@ -179,7 +180,7 @@ def _weighted_restore_kernel(
             )
             rows += (row,)  # type: ignore[assignment]
             if scores_ptr is not None:
-                scores += (tl.load(scores_ptr + token * stride_st + k * stride_sk),)  # type: ignore[assignment]
+                scores += (tl.load(scores_ptr + token * stride_st + (zero + k) * stride_sk),)  # type: ignore[assignment]
         for j in tl.static_range(min(LOADS, K - first)):
             if present[j]:
                 product = widen(rows[j], ACC)
@@ -297,7 +298,9 @@ def _weighted_restore_backward_kernel(
             ks = ((pid % BLOCKS_K) * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
             slots = tl.load(slots_ptr + token * K + ks, mask=ks < K, other=-1).to(tl.int64)
             held = ((slots >= 0) & (slots < num_rows))[:, None]
-            score = tl.load(scores_ptr + token * stride_st + ks * stride_sk, mask=ks < K, other=0.0)
+            score = tl.load(
+                scores_ptr + token * stride_st + ks.to(tl.int64) * stride_sk, mask=ks < K, other=0.0
+            )
             score = widen(score, ACC)[:, None]
             acc = tl.zeros([BLOCK_K, LANES], ACC)
             if grad_scores_ptr is not None:

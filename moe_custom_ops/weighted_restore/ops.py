@@ -113,7 +113,7 @@ def _check_inversion(
     if inverse is not None:
         checks.dtype(op, "inverse", inverse, (torch.int32,))
         checks.same_device(op, "inverse", inverse, like, like_name)
-        description = f"[*, K] = {list(shape)}"
+        description = f"{'[*, K]' if op == OP else '[T, K]'} = {list(shape)}"
         checks.same_shape(op, "inverse", inverse, shape, description)
 
 
@@ -144,6 +144,11 @@ def _check_inner(
 
 def _inverse(op: str, workspace: Tensor, num_assignments: int) -> Tensor:
     return workspaces.scratch(op, workspace, num_assignments, torch.int32)
+
+
+def _bounded(slots: Tensor, token_indices_sorted: Tensor) -> Tensor:
+    """A given inverse may hold anything: an entry outside the rows means that no row holds it."""
+    return torch.where((slots < 0) | (slots >= token_indices_sorted.shape[0]), -1, slots)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -207,8 +212,7 @@ def restore_gather(
         own = _inverse("restore_gather", workspace, slots.numel())
     else:
         own = reference.invert(token_indices_sorted, slots.numel())
-    # The caller's may hold anything: an entry outside the rows means that no row holds it.
-    own = torch.where((own < 0) | (own >= rows.shape[0]), -1, own).view(list(shape))
+    own = _bounded(own, token_indices_sorted).view(list(shape))
     if inverse is None:
         slots.copy_(own)
     scores = None if top_scores is None else flat(top_scores)
@@ -285,7 +289,8 @@ def restore_backward(
     grad_rows, grad_scores = _empty_grads(
         grad, rows, top_scores, token_indices_sorted, slots, need_rows
     )
-    flat_slots, flat_grad = flat(slots).long(), flat(grad)
+    flat_slots = _bounded(flat(slots).long(), token_indices_sorted)
+    flat_grad = flat(grad)
     if need_rows:
         assignments = reference.row_assignments(flat_slots, token_indices_sorted)
         grad_rows.copy_(reference.grad_rows(flat_grad, top_scores, flat_slots, assignments))
@@ -428,7 +433,7 @@ def _double_backward(
         return d_grad, None, None, None, None, None
     dtype = accumulator_dtype(grad.dtype)
     flat_grad, shape = flat(grad).to(dtype), slots.shape
-    slots = flat(slots).long()
+    slots = _bounded(flat(slots).long(), token_indices_sorted)
     held = (slots >= 0)[..., None]
     terms, d_rows, d_scores = [], None, None
     if grad_grad_rows is not None and ctx.has_rows:
@@ -589,6 +594,9 @@ def check_permute(
     checks.integer(op, "topk", topk, 1)
     _check_count(op, name, token_indices_sorted.shape[0])
     _check_count(op, "T * topk", tokens.shape[0] * topk)
+    if tokens.dtype in MOVED_DTYPES and _is_recorded(tokens):
+        got = f"{checks.dtype_name(tokens.dtype)} that requires one"
+        checks.type_(False, op, "tokens", "of a dtype that has a gradient", got)
     checks.no_forward_tangent(op, tokens)
     _check_inversion(op, [tokens.shape[0], topk], tokens, "tokens", workspace, inverse)
 

@@ -98,6 +98,23 @@ def test_one_graph_for_all_sizes():
     assert graphs() == 1
 
 
+def test_one_graph_for_all_counts():
+    compiled = compile_fresh(lambda counts: expert_permutation_from_counts(counts, 99))
+    for num_ranks, num_experts in ((2, 3), (3, 2), (4, 9), (8, 7)):
+        counts = draw(num_ranks, num_experts)
+        check(compiled(counts), counts, 99)
+    assert graphs() == 1
+
+
+@pytest.mark.kernels
+def test_sources_past_2_31_are_padding(launched, kernel_device):
+    """Counts that no all-to-all can have brought must not lead to rows that it brought."""
+    counts = torch.tensor([[0, 2**32], [3, 0]])
+    for own in (counts, counts.to(kernel_device)):
+        order, _, _ = expert_permutation_from_counts(own, 8)
+        assert order[:3].tolist() == [-1] * 3 and order[3:].tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -73,6 +73,8 @@ def test_one_graph_for_all_token_counts():
         ({"routing_map": torch.ones(6, 0).bool()}, ValueError, "E from 1 to 4096, got"),
         ({"topk": 5}, ValueError, "topk must be at most E = 4, got 5"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
+        ({"alignment": 0}, ValueError, "alignment must be at least 1, got 0"),
+        ({"num_rows": -1}, ValueError, "num_rows must be at least 0, got -1"),
     ],
 )
 def test_bad_input(change, error, message):

@@ -73,6 +73,17 @@ def test_strides(dtype, kernel_device):
         check(view, 9, kernel_device)
 
 
+def test_a_stride_whose_product_with_k_passes_2_31(kernel_device):
+    memory = torch.empty(3, 2**30, dtype=torch.int32, device=kernel_device)
+    spread = memory[:, :4].t()
+    spread.copy_(draw(4, 3, 3))
+    num_rows = ops.check(spread, 3, 1, None, None)
+    results = ops._launch(spread, 3, 1, num_rows, None)
+    expected = reference.expert_permutation(spread.cpu(), 3, 1, num_rows)
+    for actual, exact in zip(results, expected, strict=True):
+        assert torch.equal(actual.cpu(), exact)
+
+
 def test_one_expert_takes_all_and_others_none(kernel_device):
     ids = torch.full((300, 2), 3)
     check(ids, 8, kernel_device, alignment=16)

@@ -53,6 +53,12 @@ def test_leading_shapes_and_strides(dtype):
         check(expert_permutation(view, 5, 2), view, 5, 2)
 
 
+def test_the_worst_case_is_that_of_the_groups_that_there_can_be():
+    """One assignment has one group, however many experts there are."""
+    order, _, offsets = expert_permutation(torch.tensor([[0]]), 4096, 2**20)
+    assert order.shape == (2**20,) and offsets[-1] == 2**20
+
+
 def test_ids_that_do_not_fit_32_bits_are_dropped():
     ids = torch.tensor([[2**32, 1], [-(2**32) + 1, 2**40 + 1]])
     check(expert_permutation(ids, 4), ids, 4)
@@ -107,6 +113,7 @@ BAD_CALLS = [
     ({"num_experts": 4097}, ValueError, "num_experts must be at most 4096, got 4097"),
     ({"alignment": 0}, ValueError, "alignment must be at least 1, got 0"),
     ({"alignment": 2**30}, ValueError, "num_rows must be fewer than 2\\^31"),
+    ({"alignment": 2**31}, ValueError, "alignment must be less than 2\\^31, got 2147483648"),
     ({"num_rows": -1}, ValueError, "num_rows must be at least 0, got -1"),
     ({"num_rows": 2**31}, ValueError, "num_rows must be fewer than 2\\^31"),
     ({"workspace": torch.zeros(9)}, TypeError, "workspace must be uint8, got float32"),

@@ -51,7 +51,7 @@ def run(
         options = {"num_warps": num_warps, "block_h": block_h}
         kernels.permute(grad, indices, topk, **options)(grad, indices, slots, grad_rows)
         return out, inverse, grad_rows, None
-    grad_scores = torch.full_like(scores, torch.nan).contiguous()
+    grad_scores = torch.full(scores.shape, torch.nan, dtype=scores.dtype, device=device)
     options = {"num_warps": num_warps, "block_k": block_k, "blocks": blocks}
     launch = kernels.restore_backward(grad, rows, scores, indices, topk, True, **options)
     launch(grad, rows, scores, indices, slots, grad_rows, grad_scores)
@@ -297,5 +297,17 @@ def test_strides_of_more_than_2_31_elements(wide, kernel_device):
     spread.copy_(call[wide])
     expected = expect(*call.values(), 1)
     actual = run(**{**call, wide: spread}, device=kernel_device)
+    for a, b in zip(actual, expected, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_scores_of_a_wide_stride(kernel_device):
+    """Its product with k passes 2^31. Three pages are touched."""
+    rows, scores, indices, addend, grad = inputs(2, 3, 16)
+    memory = torch.empty(3, 2**30, device=kernel_device)
+    spread = memory[:, :2].t()
+    spread.copy_(scores)
+    expected = expect(rows, scores, indices, addend, grad, 3)
+    actual = run(rows, spread, indices, addend, grad, kernel_device)
     for a, b in zip(actual, expected, strict=True):
         assert_same_bits(a, b)

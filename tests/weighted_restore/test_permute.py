@@ -127,6 +127,11 @@ def test_what_an_inverse_holds_is_bounded():
     out = restore(rows, indices, 9, 3, None, None, inverse)
     torch.testing.assert_close(out, rows[3] * (inverse == 3).sum(1, keepdim=True))
     permute(tokens, indices, 3, None, inverse)
+    leaves = rows.requires_grad_(), torch.rand(9, 3, requires_grad=True)
+    out = weighted_restore(*leaves, indices, None, None, inverse)
+    grads = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    assert grads[1].ne(0).equal(inverse == 3)
+    torch.autograd.grad(sum(x.square().sum() for x in grads), leaves)
 
 
 @pytest.mark.parametrize("given", ["nothing", "workspace", "inverse"])
@@ -201,7 +206,7 @@ def test_a_layer_inverts_once():
         ({"topk": 2**28}, ValueError, r"T \* topk must be fewer than 2\^31, got"),
         ({"workspace": torch.zeros(9).byte()}, ValueError, "workspace must be at least 112 bytes"),
         ({"inverse": torch.zeros(9, 3)}, TypeError, "inverse must be int32, got float32"),
-        ({"inverse": torch.zeros(9, 2).int()}, ValueError, r"\[\*, K\] = \[9, 3\], got \[9, 2\]"),
+        ({"inverse": torch.zeros(9, 2).int()}, ValueError, r"\[T, K\] = \[9, 3\], got \[9, 2\]"),
     ],
 )
 def test_bad_input(change, error, message):
@@ -273,6 +278,32 @@ def test_direct_gradients(dtype, given, launched, kernel_device):
         (actual,) = torch.autograd.grad(rows, tokens, grad.to(kernel_device))
         assert_same_bits(actual, expected)
         assert launched == [INVERT] * (not given) + [KERNEL, GATHER]
+
+
+@pytest.mark.kernels
+def test_batched_gradients(launched, kernel_device):
+    tokens, indices = make()
+    tokens, indices = tokens.to(kernel_device).requires_grad_(), indices.to(kernel_device)
+    rows = permute(tokens, indices, 3)
+    grads = torch.randn(2, *rows.shape, device=kernel_device)
+    (both,) = torch.autograd.grad(rows, tokens, grads, is_grads_batched=True, retain_graph=True)
+    for grad, actual in zip(grads, both, strict=True):
+        assert_same_bits(actual, torch.autograd.grad(rows, tokens, grad, retain_graph=True)[0])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_dtype_without_a_gradient_is_refused_one(dtype, launched, kernel_device):
+    tokens, indices = make()
+    tokens = tokens.to(dtype).to(kernel_device)
+    indices = indices.to(kernel_device)
+    permute(tokens, indices, 3)
+    tokens.requires_grad_()
+    for op in (permute, torch.ops.moe.permute):
+        with pytest.raises(TypeError, match=r"permute: tokens must be .*that requires one"):
+            op(tokens, indices, 3)
+    with torch.no_grad():
+        permute(tokens, indices, 3)
 
 
 @pytest.mark.kernels
