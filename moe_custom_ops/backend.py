@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import struct
 from types import ModuleType
 
@@ -43,6 +44,13 @@ def float64_bits(x: float) -> int:
 def float64_of(bits: int) -> float:
     """The inverse of :func:`float64_bits`."""
     return struct.unpack("<d", struct.pack("<q", bits))[0]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[*, X] as [T, X]: a view where the leading strides allow it."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:

@@ -101,12 +101,17 @@ def fresh(shape: Sequence[int], stride: tuple[int, ...], dtype: torch.dtype, lik
     return torch.Size(shape), stride, dtype, like.device, 0
 
 
-def unchanged(saved: list[Any], parts: Sequence[Any]) -> bool:
-    """Whether saved tensors, but for those not kept, are what a plan was made for.
+def grad_part(grad: Tensor, saved: Sequence[Tensor | None], parts: Sequence[Any]) -> Any | None:
+    """The part of ``grad`` in a signature, or None where a backward is for the dispatcher.
 
-    A hook may have brought others.
+    So it is unless saved tensors, but for those not kept, have the ``parts`` that a plan was made
+    for: a hook may have brought others.
     """
-    return all(own is None or own == part for own, part in zip(saved, parts, strict=True))
+    own = None if torch.is_grad_enabled() else signature(grad, *saved)
+    if own is None:
+        return None
+    same = all(x is None or x == part for x, part in zip(own[1:], parts, strict=True))
+    return own[0] if same else None
 
 
 def allocator(device: torch.device) -> Callable[[_Shape, _Shape, torch.dtype], Tensor]:

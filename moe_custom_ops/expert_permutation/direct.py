@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import direct
 from .. import workspace as workspaces
-from ..backend import as_bytes, load_kernels
+from ..backend import as_bytes, flat, load_kernels
 from . import ops
 
 
@@ -29,9 +29,7 @@ class _Plan:
         kernels = load_kernels(__package__)
         self.device, self.num_experts, self.num_rows = expert_ids.device, num_experts, num_rows
         self.num_counts = ops.num_counts(expert_ids.numel(), num_experts)
-        launches = kernels.expert_permutation(
-            ops.flat(expert_ids), num_experts, alignment, num_rows
-        )
+        launches = kernels.expert_permutation(flat(expert_ids), num_experts, alignment, num_rows)
         self.count, self.scan, self.place = launches
 
     def __call__(
@@ -42,7 +40,7 @@ class _Plan:
         else:
             counts = workspaces.scratch(ops.OP, workspace, self.num_counts, torch.int32)
         results = _empty_results(self.device, self.num_rows, self.num_experts)
-        ids = ops.flat(expert_ids)
+        ids = flat(expert_ids)
         self.count(ids, counts, results[0])
         self.scan(counts)
         self.place(ids, counts, *results)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import checks
 from .. import workspace as workspaces
-from ..backend import as_bytes, load_kernels
+from ..backend import as_bytes, flat, load_kernels
 from ..batching import register_vmap
 from . import reference
 
@@ -110,13 +110,6 @@ def check(
     return num_rows
 
 
-def flat(expert_ids: Tensor) -> Tensor:
-    """[*, K] as [T, K]: a view where the leading strides allow it."""
-    if expert_ids.dim() == 2:
-        return expert_ids
-    return expert_ids.reshape(math.prod(expert_ids.shape[:-1]), expert_ids.shape[-1])
-
-
 def _empty_results(expert_ids: Tensor, num_experts: int, num_rows: int) -> _Result:
     return (
         expert_ids.new_empty(num_rows, dtype=torch.int32),
@@ -192,7 +185,18 @@ def _expert_permutation(
     num_rows: int | None = None,
     workspace: Tensor | None = None,
 ) -> _Result:
-    num_rows = check(expert_ids, num_experts, alignment, num_rows, workspace)
+    return _permutation(OP, expert_ids, num_experts, alignment, num_rows, workspace)
+
+
+def _permutation(
+    op: str,
+    expert_ids: Tensor,
+    num_experts: int,
+    alignment: int,
+    num_rows: int | None,
+    workspace: Tensor | None,
+) -> _Result:
+    num_rows = check(expert_ids, num_experts, alignment, num_rows, workspace, op)
     arguments = expert_ids, num_experts, alignment, num_rows
     if workspace is None:
         return torch.ops.moe.expert_permutation_alone(*arguments)
@@ -239,9 +243,7 @@ def _expert_permutation_from_map(
 ) -> _Result:
     check_map(routing_map, topk)
     ids = torch.ops.moe.ids_from_map(routing_map, topk)
-    num_experts = routing_map.shape[1]
-    check(ids, num_experts, alignment, num_rows, workspace, FROM_MAP)
-    return torch.ops.moe.expert_permutation(ids, num_experts, alignment, num_rows, workspace)
+    return _permutation(FROM_MAP, ids, routing_map.shape[1], alignment, num_rows, workspace)
 
 
 @torch.library.custom_op("moe::order_from_counts", mutates_args=(), device_types="cpu")

@@ -8,12 +8,31 @@ from torch import Tensor
 
 from .. import direct
 from .. import workspace as workspaces
-from ..backend import load_kernels
+from ..backend import flat, load_kernels
 from . import ops
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(1, math.prod(shape[i + 1 :])) for i in range(len(shape)))
+
+
+class _Inversion:
+    """Launches of an inversion, and where its result goes."""
+
+    def __init__(self, op: str, token_indices_sorted: Tensor, shape: tuple[int, ...]) -> None:
+        self.op, self.device = op, token_indices_sorted.device
+        self.shape, self.stride, self.size = shape, _contiguous(shape), math.prod(shape)
+        self.launches = load_kernels(__package__).invert(token_indices_sorted, self.size)
+
+    def __call__(self, token_indices_sorted: Tensor, workspace: Tensor | None) -> Tensor:
+        """The inverse: in the workspace, flat, or else a new tensor."""
+        if workspace is None:
+            inverse = direct.allocator(self.device)(self.shape, self.stride, torch.int32)
+        else:
+            inverse = workspaces.scratch(self.op, workspace, self.size, torch.int32)
+        for launch in self.launches:
+            launch(token_indices_sorted, inverse)
+        return inverse
 
 
 class _Plan:
@@ -30,7 +49,6 @@ class _Plan:
         parts: list[Any],
         has_inverse: bool,
     ) -> None:
-        self.op = op
         self.kernels = load_kernels(__package__)
         self.device, self.dtype = rows.device, rows.dtype
         self.shape, self.stride = shape, _contiguous(shape)
@@ -38,14 +56,14 @@ class _Plan:
         self.out_stride = _contiguous(self.out_shape)
         self.rows_shape = tuple(rows.shape)
         self.rows_stride = _contiguous(self.rows_shape)
-        self.num_assignments, self.topk = math.prod(shape), shape[-1]
+        self.topk = shape[-1]
         slots = direct.fresh(shape, self.stride, torch.int32, rows)
         self.saved = *parts[:3], parts[-1] if has_inverse else slots
-        self.invert = self.kernels.invert(token_indices_sorted, self.num_assignments)
+        self.invert = _Inversion(op, token_indices_sorted, shape)
         self.restore = self.kernels.restore(
             rows,
-            None if top_scores is None else ops.flat(top_scores),
-            None if addend is None else ops.flat(addend),
+            None if top_scores is None else flat(top_scores),
+            None if addend is None else flat(addend),
             math.prod(shape[:-1]),
             self.topk,
         )
@@ -63,19 +81,14 @@ class _Plan:
         """(result, slots)"""
         empty = direct.allocator(self.device)
         out = empty(self.out_shape, self.out_stride, self.dtype)
-        slots, copy = inverse, None
-        if slots is None:
-            own = slots = empty(self.shape, self.stride, torch.int32)
+        own, copy = inverse, None
+        if own is None:
+            own = self.invert(token_indices_sorted, workspace)
             if workspace is not None:
-                own = workspaces.scratch(self.op, workspace, self.num_assignments, torch.int32)
-                copy = slots
-            for launch in self.invert:
-                launch(token_indices_sorted, own)
-        else:
-            own = slots
-        scores = None if top_scores is None else ops.flat(top_scores)
-        self.restore(rows, scores, own, None if addend is None else ops.flat(addend), out, copy)
-        return out, slots
+                copy = empty(self.shape, self.stride, torch.int32)
+        scores = None if top_scores is None else flat(top_scores)
+        self.restore(rows, scores, own, None if addend is None else flat(addend), out, copy)
+        return out, own if copy is None else copy
 
     def backward(
         self,
@@ -87,7 +100,7 @@ class _Plan:
         slots: Tensor,
         need_rows: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        grad, topk, kernels = ops.flat(grad), self.topk, self.kernels
+        grad, topk, kernels = flat(grad), self.topk, self.kernels
         empty = direct.allocator(self.device)
         key = (grad_part, rows is None, need_rows)
         launch = self.restore_backward.get(key)
@@ -100,7 +113,7 @@ class _Plan:
                 self.restore_backward.add(key, launch)
             launch(grad, token_indices_sorted, slots, grad_rows)
             return grad_rows, None
-        scores = ops.flat(top_scores)
+        scores = flat(top_scores)
         if launch is None:
             launch = kernels.restore_backward(
                 grad, rows, scores, token_indices_sorted, topk, need_rows
@@ -142,18 +155,14 @@ class _Restore(torch.autograd.Function):
         if grad is not None and (need_rows or need_scores):
             saved = ctx.saved_tensors
             plan: _Plan = ctx.plan
-            parts = direct.signature(grad, *saved)
-            if (
-                parts is None
-                or torch.is_grad_enabled()
-                or not direct.unchanged(parts[1:], plan.saved)
-            ):
+            part = direct.grad_part(grad, saved, plan.saved)
+            if part is None:
                 backward = torch.ops.moe.restore_backward
                 grad_rows, grad_scores = backward(grad, *saved, need_rows)
             else:
                 rows, top_scores, token_indices_sorted, slots = saved
                 grad_rows, grad_scores = plan.backward(
-                    parts[0], grad, rows, top_scores, token_indices_sorted, slots, need_rows
+                    part, grad, rows, top_scores, token_indices_sorted, slots, need_rows
                 )
         return (
             grad_rows if need_rows else None,
@@ -247,23 +256,24 @@ class _PermutePlan:
     def __init__(self, tokens: Tensor, token_indices_sorted: Tensor, topk: int) -> None:
         kernels = load_kernels(__package__)
         self.device, self.dtype = tokens.device, tokens.dtype
-        self.num_tokens, num_columns = tokens.shape
-        self.shape, self.stride = (self.num_tokens, topk), (topk, 1)
+        num_tokens, num_columns = tokens.shape
+        self.shape = (num_tokens, topk)
         self.rows_shape = (token_indices_sorted.shape[0], num_columns)
         self.rows_stride = _contiguous(self.rows_shape)
-        self.invert = kernels.invert(token_indices_sorted, self.num_tokens * topk)
+        self.invert = _Inversion("permute", token_indices_sorted, self.shape)
         self.permute = kernels.permute(ops.as_moved(tokens), token_indices_sorted, topk)
 
     def forward(
-        self, tokens: Tensor, token_indices_sorted: Tensor, inverse: Tensor | None
+        self,
+        tokens: Tensor,
+        token_indices_sorted: Tensor,
+        workspace: Tensor | None,
+        inverse: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(rows, slots)"""
-        empty = direct.allocator(self.device)
-        rows = empty(self.rows_shape, self.rows_stride, self.dtype)
+        rows = direct.allocator(self.device)(self.rows_shape, self.rows_stride, self.dtype)
         if inverse is None:
-            inverse = empty(self.shape, self.stride, torch.int32)
-            for launch in self.invert:
-                launch(token_indices_sorted, inverse)
+            inverse = self.invert(token_indices_sorted, workspace)
         moved = ops.as_moved(tokens), token_indices_sorted, inverse, ops.as_moved(rows)
         self.permute(*moved)
         return rows, inverse
@@ -281,7 +291,7 @@ class _Permute(torch.autograd.Function):
         token_indices_sorted: Tensor,
         inverse: Tensor | None,
     ) -> Tensor:
-        rows, slots = plan.forward(tokens, token_indices_sorted, inverse)
+        rows, slots = plan.forward(tokens, token_indices_sorted, None, inverse)
         ctx.save_for_backward(token_indices_sorted, slots)
         ctx.shape = plan.shape
         ctx.set_materialize_grads(False)
@@ -327,12 +337,7 @@ def permute(
         _PERMUTE_PLANS.add(key, plan)
     if recorded:
         return _APPLY_PERMUTE(tokens, plan, token_indices_sorted, inverse)
-    if inverse is None and workspace is not None:
-        num_tokens, topk = plan.shape
-        inverse = workspaces.scratch("permute", workspace, num_tokens * topk, torch.int32)
-        for launch in plan.invert:
-            launch(token_indices_sorted, inverse)
-    return plan.forward(tokens, token_indices_sorted, inverse)[0]
+    return plan.forward(tokens, token_indices_sorted, workspace, inverse)[0]
 
 
 def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor | None:
@@ -343,19 +348,15 @@ def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int
     if tensors is None or token_indices_sorted is None:
         return None
     key = (*tensors, num_tokens, topk)
-    launches = _INVERSIONS.get(key)
-    if launches is None:
+    plan = _INVERSIONS.get(key)
+    if plan is None:
         ops.check_inverse_permutation(token_indices_sorted, num_tokens, topk)
-        launches = load_kernels(__package__).invert(token_indices_sorted, num_tokens * topk)
-        _INVERSIONS.add(key, launches)
-    empty = direct.allocator(token_indices_sorted.device)
-    inverse = empty((num_tokens, topk), (topk, 1), torch.int32)
-    for launch in launches:
-        launch(token_indices_sorted, inverse)
-    return inverse
+        plan = _Inversion("inverse_permutation", token_indices_sorted, (num_tokens, topk))
+        _INVERSIONS.add(key, plan)
+    return plan(token_indices_sorted, None)
 
 
-_INVERSIONS: direct.Plans[Any] = direct.Plans()
+_INVERSIONS: direct.Plans[_Inversion] = direct.Plans()
 
 
 class _ScoresPlan:
@@ -404,12 +405,11 @@ class _ScoresToRows(torch.autograd.Function):
         grad_scores = None
         if grad is not None:
             saved = ctx.saved_tensors
-            parts = direct.signature(grad, *saved)
-            usual = parts is not None and direct.unchanged(parts[1:], ctx.parts)
-            if parts is not None and usual and not torch.is_grad_enabled():
-                grad_scores = ctx.plan.backward(parts[0], grad, saved[1])
-            else:
+            part = direct.grad_part(grad, saved, ctx.parts)
+            if part is None:
                 grad_scores = torch.ops.moe.rows_to_scores(grad, *saved)
+            else:
+                grad_scores = ctx.plan.backward(part, grad, saved[1])
         return grad_scores, None, None, None, None
 
 
@@ -425,17 +425,14 @@ def permute_with_scores(
     inverse: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
     """(rows, row_scores), or None where the call is for the dispatcher."""
-    given = tokens, token_indices_sorted
-    tensors = direct.signature(*given, top_scores, workspace, inverse)
+    tensors = direct.signature(tokens, token_indices_sorted, top_scores, workspace, inverse)
     if tensors is None or tokens is None or top_scores is None or token_indices_sorted is None:
         return None
     if inverse is not None and not inverse.is_contiguous():
         return None
     plan = _SCORES_PLANS.get(tuple(tensors))
     if plan is None:
-        topk = max(top_scores.shape[-1], 1) if top_scores.dim() else 1
-        ops.check_permute(*given, topk, workspace, inverse, "permute_with_scores")
-        ops.check_scores_of(tokens, top_scores)
+        ops.check_permute_with_scores(tokens, top_scores, token_indices_sorted, workspace, inverse)
         plan = _SCORES_PLANS.add(tuple(tensors), _ScoresPlan(top_scores, token_indices_sorted))
     num_tokens, topk = plan.shape
     if inverse is None:

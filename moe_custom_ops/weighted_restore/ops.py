@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import checks
 from .. import workspace as workspaces
-from ..backend import load_kernels
+from ..backend import flat, load_kernels
 from ..batching import register_vmap
 from ..fixed_order import accumulator_dtype, cast
 from . import reference
@@ -56,9 +56,17 @@ def weighted_restore_workspace_size(num_tokens: int, topk: int) -> int:
         TypeError: an argument is not an int.
         ValueError: ``num_tokens`` is negative or ``topk`` is below 1.
     """
-    checks.integer("weighted_restore_workspace_size", "num_tokens", num_tokens, 0)
-    checks.integer("weighted_restore_workspace_size", "topk", topk, 1)
-    return workspaces.align(num_tokens * topk * torch.int32.itemsize)
+    return _workspace_size("weighted_restore_workspace_size", num_tokens, topk)
+
+
+def _workspace_size(name: str, num_tokens: int, topk: int) -> int:
+    checks.integer(name, "num_tokens", num_tokens, 0)
+    checks.integer(name, "topk", topk, 1)
+    return _inverse_size(num_tokens * topk)
+
+
+def _inverse_size(num_assignments: int) -> int:
+    return workspaces.align(num_assignments * torch.int32.itemsize)
 
 
 def check(
@@ -108,8 +116,7 @@ def _check_inversion(
     inverse: Tensor | None,
 ) -> None:
     if workspace is not None:
-        size = workspaces.align(math.prod(shape) * torch.int32.itemsize)
-        workspaces.resolve(op, workspace, size, like)
+        workspaces.resolve(op, workspace, _inverse_size(math.prod(shape)), like)
     if inverse is not None:
         checks.dtype(op, "inverse", inverse, (torch.int32,))
         checks.same_device(op, "inverse", inverse, like, like_name)
@@ -149,13 +156,6 @@ def _inverse(op: str, workspace: Tensor, num_assignments: int) -> Tensor:
 def _bounded(slots: Tensor, token_indices_sorted: Tensor) -> Tensor:
     """A given inverse may hold anything: an entry outside the rows means that no row holds it."""
     return torch.where((slots < 0) | (slots >= token_indices_sorted.shape[0]), -1, slots)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """[*, X] as [T, X]: a view where the leading strides allow it."""
-    if tensor.dim() == 2:
-        return tensor
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 @torch.library.custom_op("moe::invert_permutation", mutates_args={"workspace"}, device_types="cpu")
@@ -571,9 +571,7 @@ def permute_workspace_size(num_tokens: int, topk: int) -> int:
         TypeError: an argument is not an int.
         ValueError: ``num_tokens`` is negative or ``topk`` is below 1.
     """
-    checks.integer("permute_workspace_size", "num_tokens", num_tokens, 0)
-    checks.integer("permute_workspace_size", "topk", topk, 1)
-    return workspaces.align(num_tokens * topk * torch.int32.itemsize)
+    return _workspace_size("permute_workspace_size", num_tokens, topk)
 
 
 def check_permute(
@@ -697,17 +695,24 @@ scores_to_rows.register_autograd(_scores_backward, setup_context=_save_order)
 rows_to_scores.register_autograd(_rows_backward, setup_context=_save_order)
 
 
-def check_scores_of(tokens: Tensor, top_scores: Tensor) -> None:
-    """As one op, whose other arguments :func:`check_permute` knows."""
+def check_permute_with_scores(
+    tokens: Tensor,
+    top_scores: Tensor,
+    token_indices_sorted: Tensor,
+    workspace: Tensor | None,
+    inverse: Tensor | None,
+) -> None:
     name = "permute_with_scores"
+    checks.rank(name, "tokens", tokens, "[T, H]")
     checks.dtype(name, "top_scores", top_scores, checks.FLOAT_DTYPES)
     checks.rank(name, "top_scores", top_scores, "[T, K]")
     checks.same_device(name, "top_scores", top_scores, tokens, "tokens")
-    num_tokens = tokens.shape[0]
-    fits = (top_scores.shape[0] == num_tokens) & (top_scores.shape[1] >= 1)
+    num_tokens, topk = tokens.shape[0], top_scores.shape[1]
+    fits = (top_scores.shape[0] == num_tokens) & (topk >= 1)
     expected = f"[T, K] = [{num_tokens}, K] with K >= 1"
     checks.shape(name, "top_scores", top_scores, expected, fits)
     checks.no_forward_tangent(name, top_scores)
+    check_permute(tokens, token_indices_sorted, topk, workspace, inverse, name)
 
 
 def _permute_with_scores(
@@ -717,13 +722,10 @@ def _permute_with_scores(
     workspace: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    topk = top_scores.shape[-1] if top_scores.dim() else 1
-    check_permute(
-        tokens, token_indices_sorted, max(topk, 1), workspace, inverse, "permute_with_scores"
-    )
-    check_scores_of(tokens, top_scores)
+    check_permute_with_scores(tokens, top_scores, token_indices_sorted, workspace, inverse)
+    num_tokens, topk = top_scores.shape
     if inverse is None:
-        inverse = torch.ops.moe.inverse(token_indices_sorted, [tokens.shape[0], topk])
+        inverse = torch.ops.moe.inverse(token_indices_sorted, [num_tokens, topk])
     rows = torch.ops.moe.permute(tokens, token_indices_sorted, topk, None, inverse)
     return rows, torch.ops.moe.scores_to_rows(top_scores, token_indices_sorted, inverse)
 
