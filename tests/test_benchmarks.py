@@ -35,7 +35,8 @@ def _without_a_graph(monkeypatch):
     monkeypatch.setattr(permutations, "RECEIVED", [(2, 4, 64)])
     monkeypatch.setattr(restores, "INVERSIONS", [256])
     monkeypatch.setattr(restores, "ODD_SHAPES", [(8, 2, 9)])
-    monkeypatch.setattr(restores, "SPARSE_SHAPE", (16, 8, 4))
+    for module in (restores, permutations):
+        monkeypatch.setattr(module, "SPARSE_SHAPE", (16, 8, 4))
 
 
 def test_losses():
@@ -51,8 +52,9 @@ def test_permutations():
     order, *others = permutations.orders(device)
     assert order.num_bytes == 12 * 16 and order.eager
     assert [row.num_bytes for row in others] == [12 * 16, 4 * 64]
-    rows = list(permutations.rows(device))
+    *rows, sparse, worst = permutations.rows(device)
     assert [row.num_bytes for row in rows] == [8 * 3 * 16 * 2] * 3
+    assert 16 * 4 * 2 < sparse.num_bytes < worst.num_bytes == 16 * 9 * 4 * 2
     for times in (permutations.orders_host(device), permutations.rows_host(device)):
         assert times.others == {"eager": 4.0}
 

@@ -190,18 +190,20 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(300, 5), (300, 128), (300, 4096)])
-@pytest.mark.parametrize("most_tiles", [2048, 2])
+@pytest.mark.parametrize("most_tiles", [1024, 2])
 def test_expert_permutation(num_tokens, num_experts, most_tiles, ptx, monkeypatch):
     from moe_custom_ops.expert_permutation import kernels, reference
 
     monkeypatch.setattr(reference, "MAX_TILES", most_tiles)
     ids = torch.zeros(num_tokens, 8, dtype=torch.int64)
     counts, order, offsets = (torch.empty(4, dtype=torch.int32) for _ in range(3))
-    count, scan, place = kernels.expert_permutation(ids, num_experts, 16, 5000)
-    count(ids, counts, order)
-    scan(counts)
-    place(ids, counts, order, torch.empty(4, dtype=torch.int64), offsets)
-    kernels.ids_from_map(torch.zeros(300, num_experts, dtype=torch.uint8), 4)(ids.byte(), order)
+    routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.uint8)
+    for routing, topk in ((ids, 8), (routing_map, 4)):
+        sources = (ids,) if routing is ids else (routing_map, order)
+        count, scan, place = kernels.expert_permutation(routing, num_experts, topk, 16, 5000)
+        count(*sources, counts, order)
+        scan(counts)
+        place(sources[-1], counts, order, torch.empty(4, dtype=torch.int64), offsets)
     segments = torch.zeros(2, num_experts, dtype=torch.int64)
     kernels.from_counts(segments, 16, 5000)(segments, order, ids, offsets)
     assert len(ptx) == 5

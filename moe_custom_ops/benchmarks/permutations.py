@@ -11,7 +11,7 @@ from ..expert_permutation import (
     expert_permutation_from_map,
 )
 from ..weighted_restore import inverse_permutation, permute
-from .restores import SHAPES, make
+from .restores import SHAPES, SPARSE_LOCAL, SPARSE_SHAPE, make
 from .timing import HostTimes, Row, graph_time, host_times, input_sets
 
 RECEIVED = [(8, 16, 65536), (64, 4, 65536)]  # (ranks, local experts, rows)
@@ -68,7 +68,10 @@ def orders(device: torch.device) -> Iterator[Row]:
 
 
 def rows(device: torch.device) -> Iterator[Row]:
-    """permute, with the inverse at hand and without, and the same kernel in order: a stream."""
+    """permute, with the inverse at hand and without, and the same kernel in order: a stream.
+
+    In order, PyTorch repeats the tokens.
+    """
     for num_tokens, topk, hidden in SHAPES:
         num_bytes = num_tokens * (topk + 1) * hidden * 2
         inputs = []
@@ -92,7 +95,34 @@ def rows(device: torch.device) -> Iterator[Row]:
             inputs,
             calls=20,
         )
-        yield Row(f"in order {name}", num_bytes, stream)
+        repeated = graph_time(
+            lambda x, i, inv, _, k=topk: x.repeat_interleave(k, 0, output_size=k * len(x)),
+            inputs,
+            calls=20,
+        )
+        yield Row(f"in order {name}", num_bytes, stream, repeated)
+    yield from sparse_rows(device)
+
+
+def sparse_rows(device: torch.device) -> Iterator[Row]:
+    """permute of what one rank of many receives, with as many rows as exist and with the default.
+
+    Bytes are those of the tokens and of the rows that are written, padding included.
+    """
+    num_tokens, topk, hidden = SPARSE_SHAPE
+    inputs = []
+    for _ in range(2):
+        _, _, indices, tokens = make(*SPARSE_SHAPE, device, SPARSE_LOCAL)
+        padding = indices.new_full((num_tokens * topk - len(indices),), -1)
+        inputs.append((tokens, indices, torch.cat([indices, padding])))
+    exist = graph_time(lambda x, i, _: permute(x, i, topk), inputs, calls=20)
+    eager = graph_time(lambda x, i, _: x[i // topk], inputs, calls=20)
+    name = f"{SPARSE_LOCAL} of K{topk} T{num_tokens} H{hidden}"
+    row_bytes = hidden * 2
+    num_rows = len(inputs[0][1])
+    yield Row(f"permute {name}", (num_tokens + num_rows) * row_bytes, exist, eager)
+    worst = graph_time(lambda x, _, i: permute(x, i, topk), inputs, calls=20)
+    yield Row(f"permute {name}, default rows", num_tokens * (topk + 1) * row_bytes, worst)
 
 
 def orders_host(device: torch.device) -> HostTimes:

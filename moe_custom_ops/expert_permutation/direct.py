@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import direct
 from .. import workspace as workspaces
-from ..backend import as_bytes, flat, load_kernels
+from ..backend import flat, load_kernels
 from . import ops
 
 
@@ -23,25 +23,34 @@ def _empty_results(
 
 
 class _Plan:
-    """Launches and sizes of the calls of one signature."""
+    """Launches and sizes of the calls of one signature, for expert ids or for a map."""
 
-    def __init__(self, expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int) -> None:
+    def __init__(
+        self, routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int
+    ) -> None:
+        self.device, self.num_experts, self.num_rows = routing.device, num_experts, num_rows
+        self.is_map = routing.dtype == torch.bool
+        source = routing.view(torch.uint8) if self.is_map else flat(routing)
+        self.ids_shape = source.shape[0], topk
+        self.num_counts = ops.num_counts(source.shape[0] * topk, num_experts)
         kernels = load_kernels(__package__)
-        self.device, self.num_experts, self.num_rows = expert_ids.device, num_experts, num_rows
-        self.num_counts = ops.num_counts(expert_ids.numel(), num_experts)
-        launches = kernels.expert_permutation(flat(expert_ids), num_experts, alignment, num_rows)
-        self.count, self.scan, self.place = launches
+        self.count, self.scan, self.place = kernels.expert_permutation(
+            source, num_experts, topk, alignment, num_rows
+        )
 
-    def __call__(
-        self, expert_ids: Tensor, workspace: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, routing: Tensor, workspace: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        empty = direct.allocator(self.device)
         if workspace is None:
-            counts = direct.allocator(self.device)((self.num_counts,), (1,), torch.int32)
+            counts = empty((self.num_counts,), (1,), torch.int32)
         else:
             counts = workspaces.scratch(ops.OP, workspace, self.num_counts, torch.int32)
         results = _empty_results(self.device, self.num_rows, self.num_experts)
-        ids = flat(expert_ids)
-        self.count(ids, counts, results[0])
+        if self.is_map:
+            ids = empty(self.ids_shape, (self.ids_shape[1], 1), torch.int32)
+            self.count(routing.view(torch.uint8), ids, counts, results[0])
+        else:
+            ids = flat(routing)
+            self.count(ids, counts, results[0])
         self.scan(counts)
         self.place(ids, counts, *results)
         return results
@@ -56,7 +65,6 @@ def expert_permutation(
     alignment: int,
     num_rows: int | None,
     workspace: Tensor | None,
-    op: str = ops.OP,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The results, or None where the call is for the dispatcher."""
     # Numbers of other types are for the dispatcher and the checks.
@@ -70,24 +78,13 @@ def expert_permutation(
     key: tuple[Any, ...] = (*tensors, num_experts, alignment, num_rows)
     plan = _PLANS.get(key)
     if plan is None:
-        rows = ops.check(expert_ids, num_experts, alignment, num_rows, workspace, op)
-        plan = _PLANS.add(key, _Plan(expert_ids, num_experts, alignment, rows))
+        rows = ops.check(expert_ids, num_experts, alignment, num_rows, workspace)
+        made = _Plan(expert_ids, num_experts, expert_ids.shape[-1], alignment, rows)
+        plan = _PLANS.add(key, made)
     return plan(expert_ids, workspace)
 
 
-class _MapPlan:
-    def __init__(self, routing_map: Tensor, topk: int) -> None:
-        self.device, self.num_experts = routing_map.device, routing_map.shape[1]
-        self.shape, self.stride = (routing_map.shape[0], topk), (topk, 1)
-        self.launch = load_kernels(__package__).ids_from_map(routing_map, topk)
-
-    def __call__(self, routing_map: Tensor) -> Tensor:
-        ids = direct.allocator(self.device)(self.shape, self.stride, torch.int32)
-        self.launch(as_bytes(routing_map), ids)
-        return ids
-
-
-_MAP_PLANS: direct.Plans[_MapPlan] = direct.Plans()
+_MAP_PLANS: direct.Plans[_Plan] = direct.Plans()
 
 
 def expert_permutation_from_map(
@@ -98,18 +95,19 @@ def expert_permutation_from_map(
     workspace: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The results, or None where the call is for the dispatcher."""
-    if type(topk) is not int:
+    if not (type(topk) is type(alignment) is int):
+        return None
+    if num_rows is not None and type(num_rows) is not int:
         return None
     tensors = direct.signature(routing_map, workspace)
     if tensors is None or routing_map is None:
         return None
-    key = (*tensors, topk)
+    key: tuple[Any, ...] = (*tensors, topk, alignment, num_rows)
     plan = _MAP_PLANS.get(key)
     if plan is None:
-        ops.check_map(routing_map, topk)
-        plan = _MAP_PLANS.add(key, _MapPlan(routing_map, topk))
-    rest = plan.num_experts, alignment, num_rows, workspace
-    return expert_permutation(plan(routing_map), *rest, ops.FROM_MAP)
+        rows = ops.check_map(routing_map, topk, alignment, num_rows, workspace)
+        plan = _MAP_PLANS.add(key, _Plan(routing_map, routing_map.shape[1], topk, alignment, rows))
+    return plan(routing_map, workspace)
 
 
 class _CountsPlan:

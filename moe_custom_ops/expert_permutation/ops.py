@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import checks
 from .. import workspace as workspaces
-from ..backend import as_bytes, flat, load_kernels
+from ..backend import flat, load_kernels
 from ..batching import register_vmap
 from . import reference
 
@@ -61,10 +61,12 @@ def check_alignment(op: str, alignment: int) -> None:
 
 def num_counts(num_assignments: int, num_experts: int) -> int:
     """int32 counts of scratch, for a symbolic number of assignments too."""
-    most = reference.max_tiles(num_experts)
-    blocks = (num_assignments + reference.BLOCK - 1) // reference.BLOCK
+    # Whole tokens fill more than half of a tile.
+    smallest = reference.MIN_TILE // 2
+    tiles = (num_assignments + smallest - 1) // smallest
     # The totals lie behind the counts of the last tile.
-    return (torch.sym_min(blocks, most) + 1) * reference.bins(num_experts)
+    most = torch.sym_min(tiles, 2 * reference.max_tiles(num_experts))
+    return (most + 1) * reference.bins(num_experts)
 
 
 def _size(num_assignments: int, num_experts: int) -> int:
@@ -77,22 +79,17 @@ def worst_case_rows(num_assignments: int, num_experts: int, alignment: int) -> i
     return (num_assignments + padding) // alignment * alignment
 
 
-def check(
-    expert_ids: Tensor,
+def _check_sizes(
+    op: str,
+    name: str,
+    routing: Tensor,
+    num_assignments: int,
     num_experts: int,
     alignment: int,
     num_rows: int | None,
     workspace: Tensor | None,
-    op: str = OP,
 ) -> int:
-    """The number of rows, once all arguments are what the op takes."""
-    checks.supported_device(op, "expert_ids", expert_ids)
-    checks.dtype(op, "expert_ids", expert_ids, checks.INDEX_DTYPES)
-    has_topk = expert_ids.dim() >= 1 and expert_ids.shape[-1] >= 1
-    checks.shape(op, "expert_ids", expert_ids, "[*, K] with K >= 1", has_topk)
-    _check_experts(op, num_experts)
     check_alignment(op, alignment)
-    num_assignments = math.prod(expert_ids.shape)
     if num_rows is None:
         num_rows = worst_case_rows(num_assignments, num_experts, alignment)
         most_rows = num_rows
@@ -102,80 +99,134 @@ def check(
     else:
         checks.integer(op, "num_rows", num_rows, 0)
         most_rows = num_rows
-    expected = "of fewer than 2^31 elements"
-    checks.value(num_assignments < 2**31, op, "expert_ids", expected, num_assignments)
+    expected = "of fewer than 2^31 assignments"
+    checks.value(num_assignments < 2**31, op, name, expected, num_assignments)
     checks.value(most_rows < 2**31, op, "num_rows", "fewer than 2^31", most_rows)
     if workspace is not None:
-        workspaces.resolve(op, workspace, _size(num_assignments, num_experts), expert_ids)
+        workspaces.resolve(op, workspace, _size(num_assignments, num_experts), routing)
     return num_rows
 
 
-def _empty_results(expert_ids: Tensor, num_experts: int, num_rows: int) -> _Result:
+def check(
+    expert_ids: Tensor,
+    num_experts: int,
+    alignment: int,
+    num_rows: int | None,
+    workspace: Tensor | None,
+) -> int:
+    """The number of rows, once all arguments are what the op takes."""
+    checks.supported_device(OP, "expert_ids", expert_ids)
+    checks.dtype(OP, "expert_ids", expert_ids, checks.INDEX_DTYPES)
+    has_topk = expert_ids.dim() >= 1 and expert_ids.shape[-1] >= 1
+    checks.shape(OP, "expert_ids", expert_ids, "[*, K] with K >= 1", has_topk)
+    _check_experts(OP, num_experts)
+    sizes = math.prod(expert_ids.shape), num_experts, alignment, num_rows
+    return _check_sizes(OP, "expert_ids", expert_ids, *sizes, workspace)
+
+
+def _empty_results(routing: Tensor, num_experts: int, num_rows: int) -> _Result:
     return (
-        expert_ids.new_empty(num_rows, dtype=torch.int32),
-        expert_ids.new_empty(num_experts, dtype=torch.int64),
-        expert_ids.new_empty(num_experts, dtype=torch.int32),
+        routing.new_empty(num_rows, dtype=torch.int32),
+        routing.new_empty(num_experts, dtype=torch.int64),
+        routing.new_empty(num_experts, dtype=torch.int32),
     )
 
 
 def _launch(
-    expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int, workspace: Tensor | None
+    routing: Tensor,
+    num_experts: int,
+    topk: int,
+    alignment: int,
+    num_rows: int,
+    workspace: Tensor | None,
 ) -> _Result:
-    size = num_counts(expert_ids.numel(), num_experts)
+    sources: tuple[Tensor, ...]
+    if routing.dtype == torch.bool:
+        ids = routing.new_empty((routing.shape[0], topk), dtype=torch.int32)
+        sources = routing.view(torch.uint8), ids
+    else:
+        ids = flat(routing)
+        sources = (ids,)
+    size = num_counts(ids.numel(), num_experts)
     if workspace is None:
-        counts = expert_ids.new_empty(size, dtype=torch.int32)
+        counts = routing.new_empty(size, dtype=torch.int32)
     else:
         counts = workspaces.scratch(OP, workspace, size, torch.int32)
-    results = _empty_results(expert_ids, num_experts, num_rows)
+    results = _empty_results(routing, num_experts, num_rows)
     kernels = load_kernels(__package__)
-    ids = flat(expert_ids)
-    count, scan, place = kernels.expert_permutation(ids, num_experts, alignment, num_rows)
-    count(ids, counts, results[0])
+    count, scan, place = kernels.expert_permutation(
+        sources[0], num_experts, topk, alignment, num_rows
+    )
+    count(*sources, counts, results[0])
     scan(counts)
     place(ids, counts, *results)
     return results
 
 
+def _on_cpu(routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int) -> _Result:
+    ids = reference.ids_from_map(routing, topk) if routing.dtype == torch.bool else routing
+    return reference.expert_permutation(ids, num_experts, alignment, num_rows)
+
+
 @torch.library.custom_op("moe::expert_permutation_alone", mutates_args=(), device_types="cpu")
 def expert_permutation_alone(
-    expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int
+    routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int
 ) -> _Result:
-    """(token_indices_sorted, tokens_per_expert, offsets), with scratch of its own."""
-    return reference.expert_permutation(expert_ids, num_experts, alignment, num_rows)
+    """(token_indices_sorted, tokens_per_expert, offsets), with scratch of its own.
+
+    ``routing`` is expert ids [*, topk], or a bool map [T, num_experts] whose rows have up to
+    ``topk`` experts.
+    """
+    return _on_cpu(routing, num_experts, topk, alignment, num_rows)
 
 
 @expert_permutation_alone.register_kernel("cuda")
-def _(expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int) -> _Result:
-    return _launch(expert_ids, num_experts, alignment, num_rows, None)
+def _(routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int) -> _Result:
+    return _launch(routing, num_experts, topk, alignment, num_rows, None)
 
 
 @expert_permutation_alone.register_fake
-def _(expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int) -> _Result:
-    return _empty_results(expert_ids, num_experts, num_rows)
+def _(routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int) -> _Result:
+    return _empty_results(routing, num_experts, num_rows)
 
 
 @torch.library.custom_op(
     "moe::expert_permutation_in", mutates_args={"workspace"}, device_types="cpu"
 )
 def expert_permutation_in(
-    expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int, workspace: Tensor
+    routing: Tensor,
+    num_experts: int,
+    topk: int,
+    alignment: int,
+    num_rows: int,
+    workspace: Tensor,
 ) -> _Result:
     """The same, with ``workspace`` for its scratch."""
-    return reference.expert_permutation(expert_ids, num_experts, alignment, num_rows)
+    return _on_cpu(routing, num_experts, topk, alignment, num_rows)
 
 
 @expert_permutation_in.register_kernel("cuda")
 def _(
-    expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int, workspace: Tensor
+    routing: Tensor,
+    num_experts: int,
+    topk: int,
+    alignment: int,
+    num_rows: int,
+    workspace: Tensor,
 ) -> _Result:
-    return _launch(expert_ids, num_experts, alignment, num_rows, workspace)
+    return _launch(routing, num_experts, topk, alignment, num_rows, workspace)
 
 
 @expert_permutation_in.register_fake
 def _(
-    expert_ids: Tensor, num_experts: int, alignment: int, num_rows: int, workspace: Tensor
+    routing: Tensor,
+    num_experts: int,
+    topk: int,
+    alignment: int,
+    num_rows: int,
+    workspace: Tensor,
 ) -> _Result:
-    return _empty_results(expert_ids, num_experts, num_rows)
+    return _empty_results(routing, num_experts, num_rows)
 
 
 def _expert_permutation(
@@ -185,53 +236,33 @@ def _expert_permutation(
     num_rows: int | None = None,
     workspace: Tensor | None = None,
 ) -> _Result:
-    return _permutation(OP, expert_ids, num_experts, alignment, num_rows, workspace)
-
-
-def _permutation(
-    op: str,
-    expert_ids: Tensor,
-    num_experts: int,
-    alignment: int,
-    num_rows: int | None,
-    workspace: Tensor | None,
-) -> _Result:
-    num_rows = check(expert_ids, num_experts, alignment, num_rows, workspace, op)
-    arguments = expert_ids, num_experts, alignment, num_rows
+    num_rows = check(expert_ids, num_experts, alignment, num_rows, workspace)
+    arguments = expert_ids, num_experts, expert_ids.shape[-1], alignment, num_rows
     if workspace is None:
         return torch.ops.moe.expert_permutation_alone(*arguments)
     return torch.ops.moe.expert_permutation_in(*arguments, workspace)
 
 
-@torch.library.custom_op("moe::ids_from_map", mutates_args=(), device_types="cpu")
-def ids_from_map(routing_map: Tensor, topk: int) -> Tensor:
-    """The experts that a token's row of the map has set, ascending, then -1: int32 [T, topk]."""
-    return reference.ids_from_map(routing_map, topk)
-
-
-@ids_from_map.register_kernel("cuda")
-def _ids_from_map_cuda(routing_map: Tensor, topk: int) -> Tensor:
-    ids = routing_map.new_empty((routing_map.shape[0], topk), dtype=torch.int32)
-    load_kernels(__package__).ids_from_map(routing_map, topk)(as_bytes(routing_map), ids)
-    return ids
-
-
-@ids_from_map.register_fake
-def _(routing_map: Tensor, topk: int) -> Tensor:
-    return routing_map.new_empty((routing_map.shape[0], topk), dtype=torch.int32)
-
-
-def check_map(routing_map: Tensor, topk: int) -> None:
+def check_map(
+    routing_map: Tensor,
+    topk: int,
+    alignment: int,
+    num_rows: int | None,
+    workspace: Tensor | None,
+) -> int:
+    """The number of rows, once all arguments are what the op takes."""
     name = FROM_MAP
     checks.supported_device(name, "routing_map", routing_map)
     checks.dtype(name, "routing_map", routing_map, (torch.bool,))
     checks.rank(name, "routing_map", routing_map, "[T, E]")
-    num_experts = routing_map.shape[1]
+    num_tokens, num_experts = routing_map.shape
     description = f"[T, E] with E from 1 to {MAX_EXPERTS}"
     fits = 1 <= num_experts <= MAX_EXPERTS
     checks.shape(name, "routing_map", routing_map, description, fits)
     checks.integer(name, "topk", topk, 1)
     checks.value(topk <= num_experts, name, "topk", f"at most E = {num_experts}", topk)
+    sizes = num_tokens * topk, num_experts, alignment, num_rows
+    return _check_sizes(name, "routing_map", routing_map, *sizes, workspace)
 
 
 def _expert_permutation_from_map(
@@ -241,9 +272,11 @@ def _expert_permutation_from_map(
     num_rows: int | None = None,
     workspace: Tensor | None = None,
 ) -> _Result:
-    check_map(routing_map, topk)
-    ids = torch.ops.moe.ids_from_map(routing_map, topk)
-    return _permutation(FROM_MAP, ids, routing_map.shape[1], alignment, num_rows, workspace)
+    num_rows = check_map(routing_map, topk, alignment, num_rows, workspace)
+    arguments = routing_map, routing_map.shape[1], topk, alignment, num_rows
+    if workspace is None:
+        return torch.ops.moe.expert_permutation_alone(*arguments)
+    return torch.ops.moe.expert_permutation_in(*arguments, workspace)
 
 
 @torch.library.custom_op("moe::order_from_counts", mutates_args=(), device_types="cpu")

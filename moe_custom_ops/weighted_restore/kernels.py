@@ -381,12 +381,24 @@ def _permute_kernel(
         token = pid // BLOCKS_H
         columns = (pid % BLOCKS_H) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = columns < num_columns
-        row = tl.load(tokens_ptr + token * stride_t + columns * stride_h, mask=mask, other=0)
+        # Rows are a stream, which should not push tokens out of the L2: with neither policy, 1.02
+        # times as long at (T 8192, K 8, H 2048) and (16384, 8, 2048) on an H200.
+        row = tl.load(
+            tokens_ptr + token * stride_t + columns * stride_h,
+            mask=mask,
+            other=0,
+            eviction_policy="evict_last",
+        )
         for k in tl.static_range(K):
             slot = tl.load(slots_ptr + token * K + k).to(tl.int64)
             row_index = tl.broadcast_to(slot, [BLOCK_H])
             held = (row_index >= 0) & (row_index < num_rows)
-            tl.store(rows_ptr + row_index * num_columns + columns, row, mask=mask & held)
+            tl.store(
+                rows_ptr + row_index * num_columns + columns,
+                row,
+                mask=mask & held,
+                eviction_policy="evict_first",
+            )
     else:
         _zero_padding_rows(
             pid - num_tokens * BLOCKS_H,

@@ -54,7 +54,11 @@ def test_opcheck(given):
     workspace = make_workspace(expert_permutation_workspace_size(20, 3, 8), "cpu")
     call = (draw(20, 8), 3, 4, None, workspace if given else None)
     opcheck(torch.ops.moe.expert_permutation_from_map.default, call)
-    opcheck(torch.ops.moe.ids_from_map.default, call[:2])
+    inner = call[0], 8, 3, 4, 20
+    if given:
+        opcheck(torch.ops.moe.expert_permutation_in.default, (*inner, workspace))
+    else:
+        opcheck(torch.ops.moe.expert_permutation_alone.default, inner)
 
 
 def test_one_graph_for_all_token_counts():
@@ -87,7 +91,7 @@ def test_bad_input(change, error, message):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(0, 4), (1, 1), (70, 7), (300, 300)])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(0, 4), (1, 1), (70, 7), (50, 300)])
 @pytest.mark.parametrize("topk", [1, 3, 8])
 def test_the_direct_path(num_tokens, num_experts, topk, launched, kernel_device):
     topk = min(topk, num_experts)
@@ -98,13 +102,23 @@ def test_the_direct_path(num_tokens, num_experts, topk, launched, kernel_device)
         for _ in range(2 if own is views[0] else 1):
             launched.clear()
             check(expert_permutation_from_map(own, topk, 2), own, topk, 2)
-            assert launched[0] == "_ids_from_map_kernel" and len(launched) == 4
+            assert launched[0] == "_count_map_kernel" and len(launched) == 3
 
 
 @pytest.mark.kernels
-def test_the_cuda_implementation(kernel_device):
-    from moe_custom_ops.expert_permutation import ops
+@pytest.mark.parametrize("num_experts", [40, 4096])
+@pytest.mark.parametrize("given", [False, True])
+def test_the_cuda_implementation(num_experts, given, kernel_device, monkeypatch):
+    """Tiles of whole tokens of 5, a block of which is a part of a tile."""
+    from moe_custom_ops.expert_permutation import kernels, ops, reference
 
-    routing_map = draw(90, 4096, 5)
-    ids = ops._ids_from_map_cuda(routing_map.to(kernel_device), 5)
-    assert torch.equal(ids.cpu().long(), ids_by_hand(routing_map, 5))
+    monkeypatch.setattr(reference, "MAX_TILES", 3)
+    monkeypatch.setattr(kernels, "MAP_BLOCK", 512)
+    routing_map = draw(90, num_experts, 5)
+    workspace = None
+    if given:
+        size = expert_permutation_workspace_size(90, 5, num_experts)
+        workspace = make_workspace(size, kernel_device).fill_(255)
+    num_rows = ops.check_map(routing_map, 5, 4, None, None)
+    own = routing_map.to(kernel_device)
+    check(ops._launch(own, num_experts, 5, 4, num_rows, workspace), routing_map, 5, 4)

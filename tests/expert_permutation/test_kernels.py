@@ -30,12 +30,12 @@ def check(expert_ids, num_experts, device, alignment=1, num_rows=None, warps=Non
     size = ops.num_counts(expert_ids.numel(), num_experts)
     counts = torch.full((size + 1,), 12345, dtype=torch.int32, device=device)
     results = [torch.full((x.numel() + 1,), 12345, dtype=x.dtype, device=device) for x in expected]
-    launches = kernels.expert_permutation(expert_ids.to(device), *arguments)
+    ids = expert_ids.to(device)
+    launches = kernels.expert_permutation(ids, num_experts, ids.shape[1], alignment, num_rows)
     for launch in launches:
         if warps is not None:
             launch.options["num_warps"] = warps
     count, scan, place = launches
-    ids = expert_ids.to(device)
     count(ids, counts, results[0])
     scan(counts)
     place(ids, counts, *results)
@@ -44,7 +44,7 @@ def check(expert_ids, num_experts, device, alignment=1, num_rows=None, warps=Non
     assert counts[-1] == 12345
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 700])
+@pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 65, 700])
 @pytest.mark.parametrize(("topk", "num_experts"), [(1, 1), (2, 5), (3, 64), (8, 300)])
 def test_sizes(num_tokens, topk, num_experts, kernel_device):
     check(draw(num_tokens, topk, num_experts), num_experts, kernel_device)
@@ -78,7 +78,7 @@ def test_a_stride_whose_product_with_k_passes_2_31(kernel_device):
     spread = memory[:, :4].t()
     spread.copy_(draw(4, 3, 3))
     num_rows = ops.check(spread, 3, 1, None, None)
-    results = ops._launch(spread, 3, 1, num_rows, None)
+    results = ops._launch(spread, 3, 3, 1, num_rows, None)
     expected = reference.expert_permutation(spread.cpu(), 3, 1, num_rows)
     for actual, exact in zip(results, expected, strict=True):
         assert torch.equal(actual.cpu(), exact)
@@ -92,13 +92,14 @@ def test_one_expert_takes_all_and_others_none(kernel_device):
     check(ids, 8, kernel_device)
 
 
-def test_tiles_grow_with_the_input(kernel_device, monkeypatch):
-    for most in (1, 2, 5):
-        monkeypatch.setattr(reference, "MAX_TILES", most)
-        ids = draw(333, 3, 20)
-        assert reference.tile_size(ids.numel(), 20) > reference.BLOCK
-        check(ids, 20, kernel_device, alignment=4)
-        check(ids, 20, kernel_device, num_rows=500)
+@pytest.mark.parametrize("num_experts", [20, 300])
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_tiles_grow_with_the_input(most, num_experts, kernel_device, monkeypatch):
+    monkeypatch.setattr(reference, "MAX_TILES", most)
+    ids = draw(333, 3, num_experts)
+    assert reference.tile_size(ids.numel(), num_experts) > reference.MIN_TILE
+    check(ids, num_experts, kernel_device, alignment=4)
+    check(ids, num_experts, kernel_device, num_rows=500)
 
 
 def test_a_scan_in_steps(kernel_device, monkeypatch):
@@ -108,8 +109,10 @@ def test_a_scan_in_steps(kernel_device, monkeypatch):
     check(draw(333, 3, 20), 20, kernel_device)
 
 
-@pytest.mark.parametrize("warps", [1, 2, 8])
-def test_no_launch_choice_changes_a_result(warps, kernel_device):
+@pytest.mark.parametrize("warps", [1, 2, 4])
+@pytest.mark.parametrize("tile", [32, 64, 128, 256])
+def test_no_launch_choice_changes_a_result(tile, warps, kernel_device, monkeypatch):
+    monkeypatch.setattr(reference, "MIN_TILE", tile)
     check(draw(333, 3, 20), 20, kernel_device, alignment=4, warps=warps)
 
 
@@ -138,7 +141,7 @@ def test_the_cuda_implementation(given, kernel_device):
     workspace = None
     if given:
         workspace = make_workspace(expert_permutation_workspace_size(40, 3, 8), kernel_device)
-    results = ops._launch(ids.to(kernel_device), 8, 4, 150, workspace)
+    results = ops._launch(ids.to(kernel_device), 8, 3, 4, 150, workspace)
     expected = reference.expert_permutation(ids, 8, 4, 150)
     for actual, exact in zip(results, expected, strict=True):
         assert torch.equal(actual.cpu(), exact)

@@ -73,15 +73,19 @@ def test_sizes_of_the_workspace():
 
 
 @pytest.mark.parametrize("num_experts", [1, 5, 16, 4096])
+@pytest.mark.parametrize("topk", [1, 3, 65, 127, 200])
 @pytest.mark.parametrize("num_assignments", [0, 1, 128, 129, 2**18, 2**18 + 1, 2**28])
-def test_the_workspace_holds_the_tiles_that_are_counted(num_assignments, num_experts):
+def test_the_workspace_holds_the_tiles_that_are_counted(num_assignments, topk, num_experts):
     from moe_custom_ops.expert_permutation import reference
 
-    tile = reference.tile_size(num_assignments, num_experts)
-    num_counts = (math.ceil(num_assignments / tile) + 1) * reference.bins(num_experts)
-    size = expert_permutation_workspace_size(num_assignments, 1, num_experts)
-    assert tile % reference.BLOCK == 0 and tile & (tile - 1) == 0
-    assert num_counts * 4 <= size
+    num_tokens = num_assignments // topk
+    size = expert_permutation_workspace_size(num_tokens, topk, num_experts)
+    tile = reference.tile_size(num_tokens * topk, num_experts)
+    # Of expert ids, and of a map's whole tokens.
+    for own in (tile, max(tile // topk, 1) * topk):
+        num_tiles = math.ceil(num_tokens * topk / own)
+        assert (num_tiles + 1) * reference.bins(num_experts) * 4 <= size < 2**25
+    assert tile >= reference.MIN_TILE and tile & (tile - 1) == 0
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -90,9 +94,9 @@ def test_opcheck(given):
     workspace = make_workspace(expert_permutation_workspace_size(9, 2, 5), "cpu") if given else None
     opcheck(torch.ops.moe.expert_permutation.default, (ids, 5, 4, None, workspace))
     if given:
-        opcheck(torch.ops.moe.expert_permutation_in.default, (ids, 5, 4, 20, workspace))
+        opcheck(torch.ops.moe.expert_permutation_in.default, (ids, 5, 2, 4, 20, workspace))
     else:
-        opcheck(torch.ops.moe.expert_permutation_alone.default, (ids, 5, 4, 20))
+        opcheck(torch.ops.moe.expert_permutation_alone.default, (ids, 5, 2, 4, 20))
 
 
 def good():
