@@ -131,7 +131,7 @@ assert out.isfinite().all()
 ALLOWED = {
     "__init__": {"api", "ops", "workspace"},
     "integrations": {"api"},
-    "nn": {"api", "grouped_mm", "checks"},
+    "nn": {"api", "nn", "backend", "checks"},
     "api": {"direct", "ops", "checks"},
     "direct": {"direct", "ops", "backend", "checks", "workspace", "fixed_order"},
     "ops": {"reference", "backend", "batching", "checks", "workspace", "fixed_order"},
@@ -143,7 +143,6 @@ ALLOWED = {
     "triton_common": {"fixed_order"},
     "backend": set(),
     "batching": set(),
-    "grouped_mm": set(),
     "testing": {"testing"},
     "benchmarks": {"api", "benchmarks", "testing", "kernels"},
 }

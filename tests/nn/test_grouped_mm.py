@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from moe_custom_ops.grouped_mm import grouped_mm
+from moe_custom_ops.nn.grouped_mm import grouped_mm
 
 OFFSETS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
