@@ -21,12 +21,16 @@ class Group(NamedTuple):
     """What a layer keeps of a process group: unlike the group, it can be copied and pickled."""
 
     name: Any  # A str, of a type of its own since torch 2.13.
-    size: int
-    rank: int
+    # Their number is a constant to a compiler, which an int is not where all sizes are dynamic.
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 def group_of(process_group: "dist.ProcessGroup") -> Group:
-    return Group(process_group.group_name, process_group.size(), process_group.rank())
+    return Group(process_group.group_name, tuple(range(process_group.size())))
 
 
 class Route(NamedTuple):

@@ -240,13 +240,13 @@ class MoE(nn.Module):
         """The same by the ranks that hold the experts: (rows, their order, its inverse)."""
         group = self.group
         assert group is not None
+        dropped = None
         if self.rank_capacity is None:
             route = expert_parallel.exact_route(tokens_per_expert, order.shape[0], group)
         else:
             order, route, dropped = expert_parallel.capacity_route(
                 order, tokens_per_expert, self.rank_capacity, group
             )
-            top_scores = self._count_dropped(top_scores, dropped)
         inverse = inverse_permutation(order, tokens.shape[0], self.topk)
         rows, row_scores = self._permute(tokens, top_scores, order, inverse)
         rows = expert_parallel.send(rows, route, group)
@@ -260,14 +260,13 @@ class MoE(nn.Module):
             )
         rows = self._experts(rows, row_scores, route.offsets)
         rows = restore(rows, route.order, route.num_received, 1, inverse=local_inverse)
-        return expert_parallel.send_back(rows, route, group), order, inverse
-
-    def _count_dropped(self, top_scores: Tensor, dropped: Tensor) -> Tensor:
-        assert self.num_dropped is not None
-        if torch.is_grad_enabled() and top_scores.requires_grad:
-            return add_in_backward(top_scores, (self.num_dropped,), dropped)
-        self.num_dropped += dropped
-        return top_scores
+        rows = expert_parallel.send_back(rows, route, group)
+        if dropped is not None and self.num_dropped is not None:
+            if torch.is_grad_enabled() and rows.requires_grad:
+                rows = add_in_backward(rows, (self.num_dropped,), dropped)
+            else:
+                self.num_dropped += dropped
+        return rows, order, inverse
 
     def _losses(
         self,
@@ -304,8 +303,8 @@ class MoE(nn.Module):
 
 def _counts_of_sequences(expert_ids: Tensor, sequences: Tensor) -> Tensor:
     """int64 [B, E]: the assignments of each expert in each sequence."""
-    num_sequences, _, num_experts = sequences.shape
-    ids = expert_ids.view(num_sequences, -1)
+    num_sequences, length, num_experts = sequences.shape
+    ids = expert_ids.view(num_sequences, length * expert_ids.shape[1])
     first = torch.arange(num_sequences, device=ids.device)[:, None] * num_experts
     places = (first + ids).flatten()
     counts = ids.new_zeros(num_sequences * num_experts)

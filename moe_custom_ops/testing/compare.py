@@ -55,3 +55,19 @@ def assert_within(
     )
     if oracle.numel() and (oracle != 0).any():
         assert (oracle.abs() > budget).any(), f"{what}: a result of zero would pass this budget"
+
+
+def assert_close_in_norm(
+    actual: Tensor | None, expected: Tensor | None, tolerance: float, what: str = "result"
+) -> None:
+    """||actual - expected|| <= tolerance * ||expected||, where there must be something to compare.
+
+    With a tolerance below one, a missing or a zeroed tensor fails.
+    """
+    assert 0 < tolerance < 1, "a tolerance of one would pass a zeroed tensor"
+    assert actual is not None and expected is not None, f"{what}: missing"
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} against {expected.shape}"
+    scale = expected.detach().double().norm()
+    assert scale > 0, f"{what}: nothing to compare with, all zero"
+    error = (actual.detach().double() - expected.detach().double()).norm() / scale
+    assert error <= tolerance, f"{what}: relative error {error:.2e} over {tolerance:.2e}"
