@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_custom_ops.benchmarks import layer, losses, permutations, restores
+from moe_custom_ops.benchmarks import layer, losses, permutations, restores, step
 from moe_custom_ops.benchmarks.__main__ import format_host, format_row
 from moe_custom_ops.benchmarks.timing import HostTimes, Row
 
@@ -109,3 +109,24 @@ def test_format():
     assert format_row(row._replace(eager=None, compiled=None), 8000.0).split()[-1] == "50"
     line = format_host(HostTimes("op", 2.0, {"eager": 4.0}))
     assert line == "op: ours 2 us, eager 4 us (ours 0.50 of it)"
+
+
+@pytest.mark.parametrize("combine_impl", ["fused_weighted_sum", "weighted_sum"])
+def test_the_stack_whose_steps_are_timed(combine_impl):
+    config = step.Config(2, 2, 8, 32, 2, 16, 4, 2)
+    torch.manual_seed(0)
+    stack = step.Stack(config, combine_impl, torch.device("cpu"))
+    x, target = (torch.randn(2, 8, 32, dtype=torch.bfloat16) for _ in range(2))
+    loss = stack(x, target)
+    loss.backward()
+    assert loss > 1 and all((p.grad != 0).any() for p in stack.parameters())
+
+
+def test_the_interval_of_a_median_and_the_chart(tmp_path):
+    low, high = step.interval([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert 1.0 <= low <= 3.0 <= high <= 100.0 and low < high
+    assert step.interval([5.0] * 9) == (5.0, 5.0)
+    row = {"way": "fused", "ms": 3.0, "interval": [2.5, 3.5], "peak_gib": 1.0}
+    result = {"rows": [row], "config": step.Config()._asdict(), "device": "a GPU"}
+    step.plot(result, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

@@ -144,7 +144,7 @@ ALLOWED = {
     "backend": set(),
     "batching": set(),
     "testing": {"testing"},
-    "benchmarks": {"api", "benchmarks", "testing", "kernels"},
+    "benchmarks": {"api", "benchmarks", "testing", "kernels", "nn"},
 }
 ROOMS = ("aux_loss", "expert_permutation", "sequence_aux_loss", "weighted_restore")
 
