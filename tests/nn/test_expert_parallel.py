@@ -219,6 +219,66 @@ def check_refusals_come_before_collectives(group):
             layer(torch.randn(4, HIDDEN + 1, device=device_of(group)))
 
 
+def check_a_rank_that_receives_nothing(group):
+    for capacity in (None, MAX_TOKENS):
+        one, _ = make(aux_loss_coeff=0.0)
+        with torch.no_grad():
+            one.router.weight[TOPK:] = 0.0
+            one.router.weight[:TOPK] = torch.tensor([1.0, 0.9])[:, None]
+        options = {"aux_loss_coeff": 0.0, "rank_capacity": capacity}
+        layer = spread(one, group, device_of(group), **options)
+        x = inputs(group.size())[group.rank()].abs().to(device_of(group))
+        out, _, counts = layer(x)
+        assert counts[TOPK:].sum() == 0
+        out.square().sum().backward()
+        assert (layer.up.grad.norm() > 0) == (group.rank() == 0)
+        if len(x):
+            assert_close_in_norm(out.cpu(), one(x.cpu())[0], 1e-5)
+
+
+def check_capture(group):
+    """Of the fixed capacity: no sync, and a graph that is replayed on new tokens."""
+    if device_of(group) == "cpu":
+        return
+    capacity = 32
+    one, _ = make(dtype=torch.bfloat16)
+    layer = spread(one, group, device_of(group), rank_capacity=capacity, dtype=torch.bfloat16)
+    x = torch.zeros(MAX_TOKENS, HIDDEN, device=device_of(group), dtype=torch.bfloat16)
+
+    def step():
+        layer.zero_grad(set_to_none=True)
+        out, loss, _ = layer(x)
+        (out.float().square().mean() + loss).backward()
+        return out
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    gradients = [p.grad for p in layer.parameters()]
+    layer.num_dropped.zero_()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(100 * seed + group.rank())
+        x.copy_(torch.randn(MAX_TOKENS, HIDDEN, generator=generator))
+        graph.replay()
+        replayed = [captured.clone(), *(g.clone() for g in gradients)]
+        expected = [step(), *(p.grad for p in layer.parameters())]
+        for actual, exact in zip(replayed, expected, strict=True):
+            assert_same_bits(actual, exact)
+    # By the replays and by the steps beside them.
+    assert layer.num_dropped > 0 and layer.num_dropped % 2 == 0
+
+
 def check_copies(group):
     _, layer = make(group)
     x = inputs(group.size())[group.rank()].to(device_of(group))
@@ -235,7 +295,9 @@ CHECKS = [
     check_what_is_not_waited_for,
     check_bias_of_all_ranks,
     check_refusals_come_before_collectives,
+    check_a_rank_that_receives_nothing,
     check_copies,
+    check_capture,
 ]
 
 
