@@ -35,3 +35,4 @@ def test_cuda_graph_step(root):
         assert out == "skipped: a CUDA graph needs an NVIDIA GPU, and none is visible\n"
         pytest.skip("needs an NVIDIA GPU; the example says so too")
     assert "every parameter has the same bits: True" in out
+    assert "so have loss and gradient norm of every step: True" in out
