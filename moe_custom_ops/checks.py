@@ -77,7 +77,8 @@ def integer(op: str, argument: str, number: object, minimum: int) -> None:
 def dtype(
     op: str, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype], got_note: str = ""
 ) -> None:
-    value(tensor.layout == torch.strided, op, argument, "a dense tensor", tensor.layout)
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    value(dense, op, argument, "a dense tensor", "nested" if tensor.is_nested else tensor.layout)
     got = dtype_name(tensor.dtype) + got_note
     type_(tensor.dtype in allowed, op, argument, one_of(allowed), got)
 

@@ -26,7 +26,8 @@ def expert_permutation(
             chose twice has two assignments.
         num_experts: experts, from 1 to 4096.
         alignment: rows of which each group's length is a multiple, as some grouped matrix products
-            need, from 1 to 2^31 - 1. An expert without assignments has no rows.
+            need, from 1 to 2^31 - 1. An expert without assignments has no rows. Compiled for any
+            number of tokens, without ``num_rows``, ``num_experts * alignment`` is less than 2^31.
         num_rows: number N of rows, at least 0. None is the worst case,
             T * K + min(num_experts, T * K) * (alignment - 1) rounded down to the alignment; where
             most ids are dropped that is many times what is used, and so is what is made of it.
@@ -136,7 +137,7 @@ def expert_permutation_from_counts(
 
     Args:
         counts: int32 or int64 [R, E]: rows that rank r sent for local expert e, of any strides; at
-            most 16384 of them. A negative count is none.
+            most 16384 of them. A negative count is none, and one above 2^31 is 2^31.
         num_rows: number N of rows of the result, at least 0. Rows past the last group are padding;
             where there are too few, the rows past them are dropped.
         alignment: rows of which each group's length is a multiple, from 1 to 2^31 - 1.

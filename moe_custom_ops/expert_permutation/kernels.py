@@ -260,7 +260,7 @@ def _order_from_counts_kernel(
         mask=(ranks < num_ranks) & (experts < num_experts)[None, :],
         other=0,
     )
-    counts = tl.maximum(counts.to(tl.int64), 0)
+    counts = tl.minimum(tl.maximum(counts.to(tl.int64), 0), 2147483648)
     earlier_rank = tl.where(ranks < rank, counts, 0)
     own_rank = tl.where(ranks == rank, counts, 0)
     per_expert = tl.sum(counts, axis=0)

@@ -90,6 +90,7 @@ def _check_sizes(
     workspace: Tensor | None,
 ) -> int:
     check_alignment(op, alignment)
+    given = num_rows is not None
     if num_rows is None:
         num_rows = worst_case_rows(num_assignments, num_experts, alignment)
         most_rows = num_rows
@@ -101,7 +102,12 @@ def _check_sizes(
         most_rows = num_rows
     expected = "of fewer than 2^31 assignments"
     checks.value(num_assignments < 2**31, op, name, expected, num_assignments)
-    checks.value(most_rows < 2**31, op, "num_rows", "fewer than 2^31", most_rows)
+    if given:
+        checks.value(most_rows < 2**31, op, "num_rows", "fewer than 2^31", most_rows)
+    else:
+        expected = "such that rows for all assignments are fewer than 2^31"
+        got = f"{alignment}, which takes {most_rows} rows"
+        checks.value(most_rows < 2**31, op, "alignment", expected, got)
     if workspace is not None:
         workspaces.resolve(op, workspace, _size(num_assignments, num_experts), routing)
     return num_rows
@@ -140,6 +146,7 @@ def _launch(
     num_rows: int,
     workspace: Tensor | None,
 ) -> _Result:
+    _check_inner(routing, num_experts, topk, alignment, num_rows)
     sources: tuple[Tensor, ...]
     if routing.dtype == torch.bool:
         ids = routing.new_empty((routing.shape[0], topk), dtype=torch.int32)
@@ -163,7 +170,24 @@ def _launch(
     return results
 
 
+def _check_inner(
+    routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int
+) -> None:
+    """What the inner ops rely on, which anyone may call."""
+    is_map = routing.dtype == torch.bool
+    checks.dtype(OP, "routing", routing, (*checks.INDEX_DTYPES, torch.bool))
+    _check_experts(OP, num_experts)
+    check_alignment(OP, alignment)
+    checks.integer(OP, "num_rows", num_rows, 0)
+    checks.integer(OP, "topk", topk, 1)
+    columns = num_experts if is_map else topk
+    expected = f"[T, num_experts] = [T, {columns}]" if is_map else f"[*, topk] = [*, {columns}]"
+    ranks = routing.dim() == 2 if is_map else routing.dim() >= 1
+    checks.shape(OP, "routing", routing, expected, ranks and routing.shape[-1] == columns)
+
+
 def _on_cpu(routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int) -> _Result:
+    _check_inner(routing, num_experts, topk, alignment, num_rows)
     ids = reference.ids_from_map(routing, topk) if routing.dtype == torch.bool else routing
     return reference.expert_permutation(ids, num_experts, alignment, num_rows)
 

@@ -72,7 +72,8 @@ def ids_from_map(routing_map: Tensor, topk: int) -> Tensor:
 
 def from_counts(counts: Tensor, alignment: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """(token_indices_sorted int32 [num_rows], tokens_per_expert int64 [E], offsets int32 [E])"""
-    counts = counts.to(torch.int64).clamp(min=0)
+    # More than that no row number reaches; sums of these cannot overflow.
+    counts = counts.to(torch.int64).clamp(min=0, max=2**31)
     tokens_per_expert = counts.sum(0)
     aligned = (tokens_per_expert + alignment - 1) // alignment * alignment
     ends = aligned.cumsum(0)

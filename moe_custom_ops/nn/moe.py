@@ -215,7 +215,9 @@ class MoE(nn.Module):
         choices = self.combine_impl, self.score_apply
         out = combine(rows, top_scores, order, inverse, addend, *choices)
         loss = self._losses(x, probs, logits, expert_ids, tokens_per_expert)
-        return out.view(x.shape), loss, tokens_per_expert
+        # FSDP2 hooks outputs, and warns of views.
+        out = out if x.dim() == 2 else out.view(x.shape)
+        return out, loss, tokens_per_expert
 
     def _permute(
         self, tokens: Tensor, top_scores: Tensor, order: Tensor, inverse: Tensor

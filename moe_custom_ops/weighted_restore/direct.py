@@ -430,10 +430,11 @@ def permute_with_scores(
         return None
     if inverse is not None and not inverse.is_contiguous():
         return None
-    plan = _SCORES_PLANS.get(tuple(tensors))
+    key = *tensors, ops.is_recorded(tokens)
+    plan = _SCORES_PLANS.get(key)
     if plan is None:
         ops.check_permute_with_scores(tokens, top_scores, token_indices_sorted, workspace, inverse)
-        plan = _SCORES_PLANS.add(tuple(tensors), _ScoresPlan(top_scores, token_indices_sorted))
+        plan = _SCORES_PLANS.add(key, _ScoresPlan(top_scores, token_indices_sorted))
     num_tokens, topk = plan.shape
     if inverse is None:
         inverse = inverse_permutation(token_indices_sorted, num_tokens, topk)

@@ -92,6 +92,7 @@ def check(
     _check_indices(op, rows.shape[0], token_indices_sorted)
     assignments = "top_scores" if top_scores is not None else "num_tokens * topk"
     _check_count(op, "rows", rows.shape[0])
+    _check_width(op, "rows", rows)
     _check_count(op, assignments, math.prod(lead) * topk)
     if addend is not None:
         expected = [*lead, rows.shape[1]]
@@ -105,6 +106,11 @@ def check(
 def _check_count(op: str, name: str, size: int) -> None:
     expected = "fewer than 2^31" if "*" in name else "of fewer than 2^31 rows or assignments"
     checks.value(size < 2**31, op, name, expected, size)
+
+
+def _check_width(op: str, name: str, tensor: Tensor) -> None:
+    expected = "of fewer than 2^31 columns"
+    checks.value(tensor.shape[1] < 2**31, op, name, expected, tensor.shape[1])
 
 
 def _check_inversion(
@@ -581,6 +587,7 @@ def check_permute(
     workspace: Tensor | None,
     inverse: Tensor | None,
     op: str = "permute",
+    assignments: str = "T * topk",
 ) -> None:
     checks.supported_device(op, "tokens", tokens)
     checks.dtype(op, "tokens", tokens, (*checks.FLOAT_DTYPES, *MOVED_DTYPES))
@@ -591,8 +598,9 @@ def check_permute(
     checks.same_device(op, name, token_indices_sorted, tokens, "tokens")
     checks.integer(op, "topk", topk, 1)
     _check_count(op, name, token_indices_sorted.shape[0])
-    _check_count(op, "T * topk", tokens.shape[0] * topk)
-    if tokens.dtype in MOVED_DTYPES and _is_recorded(tokens):
+    _check_count(op, assignments, tokens.shape[0] * topk)
+    _check_width(op, "tokens", tokens)
+    if tokens.dtype in MOVED_DTYPES and is_recorded(tokens):
         got = f"{checks.dtype_name(tokens.dtype)} that requires one"
         checks.type_(False, op, "tokens", "of a dtype that has a gradient", got)
     checks.no_forward_tangent(op, tokens)
@@ -615,7 +623,7 @@ def _permute(
 ) -> Tensor:
     check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
     num_tokens = tokens.shape[0]
-    if inverse is None and workspace is not None and not _is_recorded(tokens):
+    if inverse is None and workspace is not None and not is_recorded(tokens):
         num_assignments = num_tokens * topk
         torch.ops.moe.invert_permutation(token_indices_sorted, num_assignments, workspace)
         num_bytes = num_assignments * torch.int32.itemsize
@@ -627,23 +635,28 @@ def _permute(
     return rows if moved is tokens else rows.view(tokens.dtype)
 
 
-def _is_recorded(tokens: Tensor) -> bool:
+def is_recorded(tokens: Tensor) -> bool:
     """Whether a backward will read the inverse, which then may not lie in a workspace."""
     return torch.is_grad_enabled() and tokens.requires_grad
+
+
+def _check_slots_of_scores(top_scores: Tensor, slots: Tensor) -> None:
+    name = "scores_to_rows"
+    checks.dtype(name, "slots", slots, (torch.int32,))
+    checks.same_shape(name, "slots", slots, top_scores.shape, "that of top_scores")
 
 
 @torch.library.custom_op("moe::scores_to_rows", mutates_args=(), device_types="cpu")
 def scores_to_rows(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
     """The score of each row's assignment, zero at padding rows: [N]."""
+    _check_slots_of_scores(top_scores, slots)
     assignments = reference.row_assignments(slots, token_indices_sorted)
     return reference.scores_to_rows(top_scores, assignments)
 
 
 @scores_to_rows.register_kernel("cuda")
 def _scores_to_rows_cuda(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    name = "scores_to_rows"
-    checks.dtype(name, "slots", slots, (torch.int32,))
-    checks.same_shape(name, "slots", slots, top_scores.shape, "that of top_scores")
+    _check_slots_of_scores(top_scores, slots)
     scores = flat(top_scores)
     row_scores = top_scores.new_empty(token_indices_sorted.shape)
     launch = load_kernels(__package__).scores_to_rows(scores, token_indices_sorted)
@@ -712,7 +725,9 @@ def check_permute_with_scores(
     expected = f"[T, K] = [{num_tokens}, K] with K >= 1"
     checks.shape(name, "top_scores", top_scores, expected, fits)
     checks.no_forward_tangent(name, top_scores)
-    check_permute(tokens, token_indices_sorted, topk, workspace, inverse, name)
+    check_permute(
+        tokens, token_indices_sorted, topk, workspace, inverse, name, assignments="top_scores"
+    )
 
 
 def _permute_with_scores(

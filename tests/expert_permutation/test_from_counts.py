@@ -169,3 +169,33 @@ def test_the_cuda_implementation(kernel_device):
 
     counts = draw(3, 7)
     check(ops._order_from_counts_cuda(counts.to(kernel_device), 4, 90), counts, 90, 4)
+
+
+HUGE = [[[2**63 - 1 - 250], [2**63 - 1 - 249]], [[2**62, 2**62]], [[2**63 - 1, 5], [7, 2**33]]]
+
+
+@pytest.mark.parametrize("counts", HUGE)
+@pytest.mark.parametrize("alignment", [1, 4, 2**31 - 1])
+def test_counts_whose_sums_do_not_fit_64_bits(counts, alignment):
+    order, totals, offsets = expert_permutation_from_counts(torch.tensor(counts), 100, alignment)
+    clamped = torch.tensor(counts).clamp(max=2**31)
+    assert torch.equal(totals, clamped.sum(0)) and (offsets == 100).all()
+    assert torch.equal(order[:100], torch.arange(100, dtype=torch.int32))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("counts", HUGE)
+@pytest.mark.parametrize("alignment", [1, 4, 2**31 - 1])
+def test_no_count_makes_the_kernel_write_beside_its_result(counts, alignment, kernel_device):
+    from moe_custom_ops.expert_permutation import kernels, reference
+
+    counts = torch.tensor(counts, device=kernel_device)
+    memory = torch.full((4096,), 12345, dtype=torch.int32, device=kernel_device)
+    order = memory[2000:2100]
+    totals = torch.zeros(counts.shape[1], dtype=torch.int64, device=kernel_device)
+    offsets = totals.int()
+    kernels.from_counts(counts, alignment, 100)(counts, order, totals, offsets)
+    expected = reference.from_counts(counts.cpu(), alignment, 100)
+    for actual, exact in zip((order, totals, offsets), expected, strict=True):
+        assert torch.equal(actual.cpu(), exact)
+    assert (memory[:2000] == 12345).all() and (memory[2100:] == 12345).all()

@@ -116,7 +116,12 @@ BAD_CALLS = [
     ({"num_experts": 0}, ValueError, "num_experts must be at least 1, got 0"),
     ({"num_experts": 4097}, ValueError, "num_experts must be at most 4096, got 4097"),
     ({"alignment": 0}, ValueError, "alignment must be at least 1, got 0"),
-    ({"alignment": 2**30}, ValueError, "num_rows must be fewer than 2\\^31"),
+    ({"alignment": 2**30}, ValueError, r"alignment must be such that .* got 1073741824, which ta"),
+    (
+        {"expert_ids": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([1])])},
+        ValueError,
+        "expert_ids must be a dense tensor, got nested",
+    ),
     ({"alignment": 2**31}, ValueError, "alignment must be less than 2\\^31, got 2147483648"),
     ({"num_rows": -1}, ValueError, "num_rows must be at least 0, got -1"),
     ({"num_rows": 2**31}, ValueError, "num_rows must be fewer than 2\\^31"),
@@ -156,3 +161,28 @@ def test_a_batch_is_mapped():
     for b in range(3):
         for actual, expected in zip(batched, expert_permutation(ids[b], 4, 2), strict=True):
             assert torch.equal(actual[b], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk": 3}, r"routing must be of shape \[\*, topk\] = \[\*, 3\], got \[6, 2\]"),
+        ({"num_experts": 5000}, "num_experts must be at most 4096, got 5000"),
+        ({"alignment": 0}, "alignment must be at least 1, got 0"),
+        ({"routing": torch.ones(6, 4).bool()}, r"routing must be of shape \[T, num_experts\] = "),
+        ({"routing": torch.ones(2, 3, 8).bool()}, r"\[T, num_experts\] = \[T, 8\], got \[2, 3, 8"),
+    ],
+)
+def test_the_inner_ops_check_what_they_rely_on(change, message):
+    from moe_custom_ops.expert_permutation import ops
+
+    routing = torch.zeros(6, 2, dtype=torch.int64)
+    call = {"routing": routing, "num_experts": 8, "topk": 2, "alignment": 1, "num_rows": 12}
+    call |= change
+    workspace = make_workspace(4096, "cpu")
+    with pytest.raises(ValueError, match=message):
+        torch.ops.moe.expert_permutation_alone(**call)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.moe.expert_permutation_in(**call, workspace=workspace)
+    with pytest.raises(ValueError, match=message):
+        ops._launch(**call, workspace=workspace)
