@@ -8,6 +8,7 @@ batch of steps of each between one pair of events, so that a drift of the machin
 """
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -91,30 +92,42 @@ class Stack(nn.Module):
         return (x - target).float().square().mean() + total
 
 
-def make_step(way: Way, config: Config, device: torch.device) -> Callable[[], Tensor]:
-    torch.manual_seed(0)
-    model = Stack(config, way.combine_impl, device)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=True)
-    shape = config.batch, config.length, config.hidden
-    x, target = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-    run = torch.compile(model, fullgraph=True) if way.compiled else model
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = run(x, target)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-        optimizer.step()
-        return loss
-
-    # The gradient accumulators must be created on the stream of the capture's warm-up.
+def on_side_stream(step: Callable[[], Tensor], times: int) -> None:
+    """Where a warm-up must run: autograd's accumulators of the gradients stay on its stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for _ in range(times):
             step()
     torch.cuda.current_stream().wait_stream(side)
+
+
+class Trained:
+    """A stack, its optimizer and a batch."""
+
+    def __init__(self, combine_impl: str, config: Config, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.model = Stack(config, combine_impl, device)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True, capturable=True)
+        shape = config.batch, config.length, config.hidden
+        self.batch = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+
+    def step(self, run: Callable[..., Tensor]) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = run(*self.batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def make_step(way: Way, trained: Trained) -> Callable[[], Tensor]:
+    run = trained.model
+    if way.compiled:
+        run = torch.compile(trained.model, fullgraph=True)  # type: ignore[assignment]
+    step = functools.partial(trained.step, run)
+    on_side_stream(step, 3)
     if not way.captured:
         return step
     graph = torch.cuda.CUDAGraph()
@@ -165,14 +178,23 @@ def share_of_ours(step: Callable[[], Tensor]) -> float:
 
 
 def measure(config: Config, device: torch.device, repeats: int, steps: int) -> dict[str, Any]:
+    """Peaks are those beyond parameters and the optimizer's state, which the ways share."""
     made: dict[str, Callable[[], Tensor]] = {}
-    peaks, losses = {}, {}
+    trained: dict[str, Trained] = {}
+    peaks = {}
     for way in WAYS:
+        if way.combine_impl not in trained:
+            trained[way.combine_impl] = own = Trained(way.combine_impl, config, device)
+            on_side_stream(functools.partial(own.step, own.model), 1)
+        own = trained[way.combine_impl]
+        own.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        made[way.name] = make_step(way, config, device)
-        losses[way.name] = made[way.name]().item()
+        made[way.name] = make_step(way, own)
+        made[way.name]()
+        torch.cuda.synchronize()
         peaks[way.name] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
     times: dict[str, list[float]] = {way.name: [] for way in WAYS}
     for _ in range(repeats):
@@ -184,7 +206,6 @@ def measure(config: Config, device: torch.device, repeats: int, steps: int) -> d
             "ms": statistics.median(own),
             "interval": interval(own),
             "peak_gib": peaks[name],
-            "loss": losses[name],
         }
         for name, own in times.items()
     ]
@@ -215,7 +236,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         text = f"  {row['ms']:.1f} ms, {row['peak_gib']:.1f} GiB"
         axes.text(row["ms"], place, text, va="center")
     axes.set_xlim(0, 1.35 * max(medians))
-    axes.set_xlabel("step time, ms (median and 95% interval); peak memory")
+    axes.set_xlabel("step time, ms (median and 95% interval); peak of activations and gradients")
     config = result["config"]
     axes.set_title(
         f"{config['layers']} blocks, hidden {config['hidden']}, {config['experts']} experts, "
