@@ -235,10 +235,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for place, row in enumerate(rows):
         text = f"  {row['ms']:.1f} ms, {row['peak_gib']:.1f} GiB"
         axes.text(row["ms"], place, text, va="center")
-    axes.set_xlim(0, 1.35 * max(medians))
-    axes.set_xlabel("step time, ms (median and 95% interval); peak of activations and gradients")
+    axes.set_xlim(0, 1.4 * max(medians))
+    axes.set_xlabel("ms a step, median and 95% interval")
     config = result["config"]
-    axes.set_title(
+    figure.suptitle(
         f"{config['layers']} blocks, hidden {config['hidden']}, {config['experts']} experts, "
         f"top-{config['topk']}, {config['batch']} x {config['length']} tokens, bf16, "
         f"{result['device']}",
