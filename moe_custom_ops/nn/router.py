@@ -1,6 +1,7 @@
 """Routers of training recipes, in plain PyTorch: scores, choice of experts, balancing."""
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,15 @@ class Router(nn.Module):
         # Since the last update of the bias, of the forwards that had a backward.
         self.register_buffer("counts", counts, persistent=False)
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        # A layer that is moved to a half type keeps its bias: small steps would be lost in one.
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        moved = self.expert_bias
+        if bias is not None and moved is not None and moved.dtype != torch.float32:
+            self.expert_bias = bias.to(moved.device)
+        return self
 
     def reset_parameters(self) -> None:
         bound = self.weight.shape[1] ** -0.5

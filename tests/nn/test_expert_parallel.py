@@ -105,6 +105,35 @@ def check_transports(group):
             assert layer.num_dropped == 0
 
 
+def check_a_step(group):
+    """Loss, output, gradients and the optimizer's change, fused against eager on the same ranks."""
+    x = inputs(group.size())[group.rank()]
+    for capacity, autocast, recompute in itertools.product(
+        (None, MAX_TOKENS), (False, True), (False, True)
+    ):
+        results = []
+        for combine_impl in ("fused_weighted_sum", "weighted_sum"):
+            options = {"combine_impl": combine_impl}
+            one, _ = make(**options)
+            layer = spread(one, group, device_of(group), rank_capacity=capacity, **options)
+            own = combine_impl == "fused_weighted_sum" and recompute
+            run = functools.partial(checkpoint, layer, use_reentrant=False) if own else layer
+            before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+            out, found = gradients(run, layer, x, autocast, device_of(group))
+            torch.optim.AdamW(layer.parameters(), lr=1e-2, eps=1e-3).step()
+            changes = {name: p.detach() - before[name] for name, p in layer.named_parameters()}
+            results.append(({"output": out, **found}, changes))
+        (fused, fused_changes), (eager, eager_changes) = results
+        tolerance = 2e-2 if autocast else 1e-5
+        for name, expected in eager.items():
+            if expected.any():
+                assert_close_in_norm(fused[name].float(), expected.float(), tolerance, name)
+        for name, change in eager_changes.items():
+            assert_close_in_norm(fused_changes[name], change, 10 * tolerance, f"change of {name}")
+        experts = ("up", "down") if not len(x) else tuple(eager_changes)
+        assert all(fused[name].norm() > 0 for name in experts)
+
+
 def check_recomputation(group):
     for capacity in (None, 2):
         one, _ = make()
@@ -289,6 +318,7 @@ def check_copies(group):
 
 CHECKS = [
     check_transports,
+    check_a_step,
     check_recomputation,
     check_compiled,
     check_overflow,

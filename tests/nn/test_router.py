@@ -115,6 +115,17 @@ def test_the_bias_follows_the_load_of_the_steps_since_its_last_update(way):
     assert "router.expert_bias" in layer.state_dict() and "router.counts" not in layer.state_dict()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_layer_of_another_dtype_keeps_its_bias(dtype):
+    layer = layer_with_bias()
+    layer.router.expert_bias.copy_(torch.randn(EXPERTS))
+    expected = layer.router.expert_bias.clone()
+    layer.to(dtype)
+    assert torch.equal(layer.router.expert_bias, expected)
+    assert layer.router.counts.dtype == torch.int64
+    assert layer.to("meta").router.expert_bias.is_meta
+
+
 def test_the_bias_balances():
     layer = layer_with_bias(aux_loss_coeff=0.0)
     layer.router.expert_bias[0] = 1.0
