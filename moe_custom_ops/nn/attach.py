@@ -76,7 +76,8 @@ def attach_loss(
             unscaled ``loss``. Reset it with ``log.zero_()``.
 
     Returns:
-        A view of ``x``. Where no gradient is recorded nothing is injected or logged.
+        A view of ``x``, which PyTorch does not let be changed in place: clone it first. Where no
+        gradient is recorded nothing is injected or logged.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -132,6 +132,9 @@ class MoE(nn.Module):
         self.rank_capacity = rank_capacity
         num_local = num_experts
         if process_group is not None:
+            is_group = isinstance(process_group, dist.ProcessGroup)
+            got = type(process_group).__name__
+            checks.type_(is_group, "MoE", "process_group", "a ProcessGroup", got)
             self.group = expert_parallel.group_of(process_group)
             expected = f"a divisor of num_experts = {num_experts} in size"
             divides = num_experts % self.group.size == 0
@@ -185,6 +188,8 @@ class MoE(nn.Module):
         for module in (self.router, self.shared_up, self.shared_down):
             if module is not None:
                 module.reset_parameters()
+        if self.num_dropped is not None:
+            self.num_dropped.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         checks.is_tensor("MoE", "x", x)
@@ -201,17 +206,22 @@ class MoE(nn.Module):
         order, tokens_per_expert, offsets = expert_permutation(
             expert_ids, self.num_experts, workspace=self.workspace
         )
-        top_scores = self.router.count(top_scores, tokens_per_expert)
         tokens = tokens.to(dtype)
+        dropped = None
         if self.group is None:
             inverse = inverse_permutation(order, tokens.shape[0], self.topk)
             rows = self._experts(*self._permute(tokens, top_scores, order, inverse), offsets)
         else:
-            rows, order, inverse = self._exchanged(tokens, top_scores, order, tokens_per_expert)
+            rows, order, inverse, dropped = self._exchanged(
+                tokens, top_scores, order, tokens_per_expert
+            )
 
         addend = None
         if self.shared_up is not None and self.shared_down is not None:
             addend = self.shared_down(_swiglu(self.shared_up(tokens)))
+        rows, top_scores, addend = self._count(
+            (rows, top_scores, addend), tokens_per_expert, dropped
+        )
         choices = self.combine_impl, self.score_apply
         out = combine(rows, top_scores, order, inverse, addend, *choices)
         loss = self._losses(x, probs, logits, expert_ids, tokens_per_expert)
@@ -238,8 +248,8 @@ class MoE(nn.Module):
 
     def _exchanged(
         self, tokens: Tensor, top_scores: Tensor, order: Tensor, tokens_per_expert: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by the ranks that hold the experts: (rows, their order, its inverse)."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """By the ranks that hold the experts: (rows, their order, its inverse, number dropped)."""
         group = self.group
         assert group is not None
         dropped = None
@@ -262,13 +272,37 @@ class MoE(nn.Module):
             )
         rows = self._experts(rows, row_scores, route.offsets)
         rows = restore(rows, route.order, route.num_received, 1, inverse=local_inverse)
-        rows = expert_parallel.send_back(rows, route, group)
+        return expert_parallel.send_back(rows, route, group), order, inverse, dropped
+
+    def _count(
+        self,
+        combined: tuple[Tensor, Tensor, Tensor | None],
+        tokens_per_expert: Tensor,
+        dropped: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is combined, one of which adds to the layer's totals in its backward.
+
+        Whatever is frozen, one of them has a gradient if the output has.
+        """
+        totals, values = [], []
+        if self.router.counts is not None:
+            totals.append(self.router.counts)
+            values.append(tokens_per_expert)
         if dropped is not None and self.num_dropped is not None:
-            if torch.is_grad_enabled() and rows.requires_grad:
-                rows = add_in_backward(rows, (self.num_dropped,), dropped)
-            else:
-                self.num_dropped += dropped
-        return rows, order, inverse
+            totals.append(self.num_dropped)
+            values.append(dropped)
+        parts = list(combined)
+        if not totals:
+            return combined
+        for place, part in enumerate(parts):
+            if torch.is_grad_enabled() and part is not None and part.requires_grad:
+                parts[place] = add_in_backward(part, tuple(totals), *values)
+                rows, top_scores, addend = parts
+                assert rows is not None and top_scores is not None
+                return rows, top_scores, addend
+        if dropped is not None and self.num_dropped is not None:
+            self.num_dropped += dropped
+        return combined
 
     def _losses(
         self,

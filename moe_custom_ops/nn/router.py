@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import checks
-from .attach import add_in_backward
 
 SCORE_FUNCS = ("softmax", "sigmoid")
 
@@ -105,6 +104,9 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
+        for buffer in (self.expert_bias, self.counts):
+            if buffer is not None:
+                buffer.zero_()
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with _no_autocast(tokens.device.type):
@@ -131,17 +133,12 @@ class Router(nn.Module):
             scores = scores + self.expert_bias.float()
         if self.num_groups == 1:
             return scores
-        groups = scores.view(scores.shape[0], self.num_groups, -1)
+        per_group = self.num_experts // self.num_groups
+        groups = scores.view(scores.shape[0], self.num_groups, per_group)
         best = groups.topk(min(2, groups.shape[2])).values.sum(-1)
         chosen = best.topk(self.topk_groups).indices
         keep = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
         return groups.masked_fill(~keep[..., None], -torch.inf).flatten(1)
-
-    def count(self, top_scores: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """``top_scores``, whose backward counts ``tokens_per_expert`` for the bias."""
-        if self.counts is None:
-            return top_scores
-        return add_in_backward(top_scores, (self.counts,), tokens_per_expert)
 
     @torch.no_grad()
     def update_expert_bias(

@@ -93,6 +93,8 @@ def compare(actual, expected, tolerance):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_step_by_the_fused_combine_is_the_eager_step(way, autocast, optimizer):
+    if optimizer == "adamw" and "," in way:
+        pytest.skip("the gradients are compared with the other optimizer")
     run = functools.partial(step, autocast=autocast, optimizer=optimizer)
     expected = run("eager", combine_impl="weighted_sum")
     # Of bf16 the two round different sums; of float32 only the order of the sums differs.

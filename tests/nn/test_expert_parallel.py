@@ -349,6 +349,11 @@ def test_on_two_gpus(check):
     assert outcomes(2, "nccl").get(check.__name__, "did not run") == ""
 
 
+def test_what_is_no_group():
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup, got int"):
+        MoE(HIDDEN, 24, EXPERTS, TOPK, MAX_TOKENS, process_group=3)
+
+
 def test_what_goes_with_no_group():
     with pytest.raises(ValueError, match="rank_capacity must be None without a process_group, got"):
         MoE(HIDDEN, 24, EXPERTS, TOPK, MAX_TOKENS, rank_capacity=4)

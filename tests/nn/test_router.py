@@ -126,6 +126,45 @@ def test_a_layer_of_another_dtype_keeps_its_bias(dtype):
     assert layer.to("meta").router.expert_bias.is_meta
 
 
+@pytest.mark.parametrize("frozen", [(), ("router",), ("up", "down"), ("router", "up", "down")])
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("needs_input", [False, True])
+def test_the_load_is_counted_whatever_is_frozen(frozen, recomputed, needs_input):
+    layer = layer_with_bias(shared_intermediate_size=8)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] not in frozen)
+    x = torch.randn(5, HIDDEN, requires_grad=needs_input)
+    out, _, counts = WAYS["recomputed" if recomputed else "eager"](layer)(x)
+    out += 1.0
+    out.sum().backward()
+    assert torch.equal(layer.router.counts, counts)
+
+
+def test_reset_parameters_zeroes_what_is_counted():
+    with torch.device("meta"):
+        layer = layer_with_bias()
+    layer = layer.to_empty(device="cpu")
+    layer.router.expert_bias.fill_(torch.nan)
+    layer.router.counts.fill_(-1)
+    layer.reset_parameters()
+    assert not layer.router.expert_bias.any() and not layer.router.counts.any()
+
+
+@pytest.mark.parametrize("shape", [(0, HIDDEN), (3, 0, HIDDEN), (1, HIDDEN), (HIDDEN,)])
+def test_odd_shapes_with_every_option(shape):
+    layer = layer_with_bias(
+        score_func="sigmoid",
+        num_groups=4,
+        topk_groups=2,
+        sequence_aux_loss_coeff=0.1,
+        z_loss_coeff=0.1,
+    )
+    out, loss, counts = layer(torch.randn(shape))
+    (out.sum() + loss).backward()
+    assert out.shape == shape and loss.isfinite()
+    assert counts.sum() == TOPK * (out.numel() // HIDDEN)
+
+
 def test_the_bias_balances():
     layer = layer_with_bias(aux_loss_coeff=0.0)
     layer.router.expert_bias[0] = 1.0
