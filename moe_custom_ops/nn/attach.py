@@ -50,6 +50,22 @@ class _AddInBackward(torch.autograd.Function):
         return grad, None, *(None for _ in ctx.totals)
 
 
+class _Linked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.count = len(others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *(None for _ in range(ctx.count))
+
+
+def linked(x: Tensor, *others: Tensor) -> Tensor:
+    """``x``, which has a backward if one of ``others`` has, and gives them nothing."""
+    return _Linked.apply(x, *others)
+
+
 def add_in_backward(x: Tensor, totals: tuple[Tensor, ...], *values: Tensor) -> Tensor:
     """``x``, whose backward adds each of ``values`` to the total of its place."""
     return _AddInBackward.apply(x, totals, *values)

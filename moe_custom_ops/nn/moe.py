@@ -11,7 +11,7 @@ from ..expert_permutation import expert_permutation, expert_permutation_workspac
 from ..sequence_aux_loss import sequence_aux_loss
 from ..weighted_restore import inverse_permutation, permute, permute_with_scores, restore
 from . import expert_parallel
-from .attach import add_in_backward
+from .attach import add_in_backward, linked
 from .combine import POST, PRE, check_choice, check_support, combine
 from .grouped_mm import grouped_mm
 from .modules import AuxLoss, check_tokens
@@ -261,12 +261,15 @@ class MoE(nn.Module):
             )
         inverse = inverse_permutation(order, tokens.shape[0], self.topk)
         rows, row_scores = self._permute(tokens, top_scores, order, inverse)
-        rows = expert_parallel.send(rows, route, group)
+        # Whether an exchange has a backward must not depend on a rank's own input, or ranks that
+        # wait for one another's gradients never meet.
+        weights = self.router.weight, self.up, self.down
+        rows = expert_parallel.send(linked(rows, *weights), route, group)
         local_inverse = inverse_permutation(route.order, route.num_received, 1)
         if row_scores is None:
             rows = permute(rows, route.order, 1, inverse=local_inverse)
         else:
-            row_scores = expert_parallel.send(row_scores, route, group)
+            row_scores = expert_parallel.send(linked(row_scores, *weights), route, group)
             rows, row_scores = permute_with_scores(
                 rows, row_scores[:, None], route.order, inverse=local_inverse
             )

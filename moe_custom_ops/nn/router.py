@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import checks
 
 SCORE_FUNCS = ("softmax", "sigmoid")
+_TINY = 1e-20
 
 
 class Router(nn.Module):
@@ -85,7 +86,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(weight)
         bias = counts = None
         if expert_bias:
-            bias = torch.zeros(num_experts, device=device)
+            bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
             counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("expert_bias", bias)
         # Since the last update of the bias, of the forwards that had a backward.
@@ -109,20 +110,24 @@ class Router(nn.Module):
                 buffer.zero_()
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        checks.is_tensor("Router", "tokens", tokens)
+        checks.rank("Router", "tokens", tokens, "[T, hidden_size]")
         with _no_autocast(tokens.device.type):
             logits = nn.functional.linear(tokens.float(), self.weight.float())
             if self.score_func == "softmax":
                 scores = probs = logits.softmax(-1)
             else:
                 scores = logits.sigmoid()
-                probs = scores / scores.sum(-1, keepdim=True)
+                # All may underflow.
+                probs = scores / (scores.sum(-1, keepdim=True) + _TINY)
             if self.expert_bias is None and self.num_groups == 1:
                 top_scores, expert_ids = scores.topk(self.topk)
             else:
                 expert_ids = self._choice(scores.detach()).topk(self.topk).indices
                 top_scores = scores.gather(1, expert_ids)
             if self.route_norm:
-                top_scores = top_scores / top_scores.sum(-1, keepdim=True)
+                total = top_scores.sum(-1, keepdim=True)
+                top_scores = top_scores / (total if self.score_func == "softmax" else total + _TINY)
             if self.route_scale != 1.0:
                 top_scores = top_scores * self.route_scale
         return top_scores, expert_ids, probs, logits
@@ -146,7 +151,8 @@ class Router(nn.Module):
     ) -> None:
         """``bias += rate * sign(mean load - load)``, and count anew. Call it once per step.
 
-        The load is that of all forwards since the last call that had a backward: recomputation
+        The load is what the layer :class:`MoE` adds to ``counts`` in the backward of its output:
+        that of all its forwards since the last call that had one. Recomputation
         counts nothing twice, and evaluation nothing. It is summed over the ranks of ``group``, or
         of the default group where ``torch.distributed`` is initialised; every rank must call.
 

@@ -308,6 +308,17 @@ def check_capture(group):
     assert layer.num_dropped > 0 and layer.num_dropped % 2 == 0
 
 
+def check_inputs_of_which_some_need_a_gradient(group):
+    for capacity, score_apply in itertools.product((None, MAX_TOKENS), ("post", "activation")):
+        options = {"score_apply": score_apply}
+        one, _ = make(**options)
+        layer = spread(one, group, device_of(group), rank_capacity=capacity, **options)
+        x = inputs(group.size())[group.rank()].to(device_of(group))
+        out, loss, _ = layer(x.requires_grad_(group.rank() == 0))
+        (out.sum() + loss).backward()
+        assert layer.up.grad.norm() > 0
+
+
 def check_copies(group):
     _, layer = make(group)
     x = inputs(group.size())[group.rank()].to(device_of(group))
@@ -326,6 +337,7 @@ CHECKS = [
     check_bias_of_all_ranks,
     check_refusals_come_before_collectives,
     check_a_rank_that_receives_nothing,
+    check_inputs_of_which_some_need_a_gradient,
     check_copies,
     check_capture,
 ]

@@ -74,6 +74,28 @@ def test_weights_come_from_unbiased_scores_and_have_their_gradient():
     assert (router.weight.grad[5] != 0).all()
 
 
+def test_sigmoid_scores_that_all_underflow_stay_finite():
+    router = make(score_func="sigmoid")
+    torch.nn.init.constant_(router.weight, -20.0)
+    weights, _, probs, _ = router(torch.ones(2, HIDDEN))
+    (weights.sum() + probs.sum()).backward()
+    assert not weights.any() and not probs.any() and router.weight.grad.isfinite().all()
+
+
+def test_the_bias_is_float32_whatever_the_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        router = make(expert_bias=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert router.expert_bias.dtype == torch.float32
+
+
+def test_only_rows_of_tokens_are_routed():
+    with pytest.raises(ValueError, match=r"tokens must be of shape \[T, hidden_size\], got \[2, 3"):
+        make(expert_bias=True)(torch.randn(2, 3, HIDDEN))
+
+
 def test_autocast_leaves_the_router_in_float32():
     router, x = make(), torch.randn(9, HIDDEN)
     expected = router(x)
