@@ -1,4 +1,4 @@
-"""expert_permutation past the dispatcher: three launches; one that reads a map, or all counts."""
+"""expert_permutation past the dispatcher: three launches for ids or a map, one for counts."""
 
 from typing import Any
 

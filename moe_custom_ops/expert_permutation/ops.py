@@ -90,24 +90,21 @@ def _check_sizes(
     workspace: Tensor | None,
 ) -> int:
     check_alignment(op, alignment)
-    given = num_rows is not None
     if num_rows is None:
         num_rows = worst_case_rows(num_assignments, num_experts, alignment)
         most_rows = num_rows
         if not isinstance(num_assignments, int):
             # Without a minimum: a cached graph would decide it, and be for one side of it only.
             most_rows = num_assignments + num_experts * (alignment - 1)
+        expected_rows = "such that rows for all assignments are fewer than 2^31"
+        bound = "alignment", expected_rows, f"{alignment}, which takes {most_rows} rows"
     else:
         checks.integer(op, "num_rows", num_rows, 0)
         most_rows = num_rows
+        bound = "num_rows", "fewer than 2^31", str(num_rows)
     expected = "of fewer than 2^31 assignments"
     checks.value(num_assignments < 2**31, op, name, expected, num_assignments)
-    if given:
-        checks.value(most_rows < 2**31, op, "num_rows", "fewer than 2^31", most_rows)
-    else:
-        expected = "such that rows for all assignments are fewer than 2^31"
-        got = f"{alignment}, which takes {most_rows} rows"
-        checks.value(most_rows < 2**31, op, "alignment", expected, got)
+    checks.value(most_rows < 2**31, op, *bound)
     if workspace is not None:
         workspaces.resolve(op, workspace, _size(num_assignments, num_experts), routing)
     return num_rows
@@ -253,6 +250,20 @@ def _(
     return _empty_results(routing, num_experts, num_rows)
 
 
+def _permutation(
+    routing: Tensor,
+    num_experts: int,
+    topk: int,
+    alignment: int,
+    num_rows: int,
+    workspace: Tensor | None,
+) -> _Result:
+    arguments = routing, num_experts, topk, alignment, num_rows
+    if workspace is None:
+        return torch.ops.moe.expert_permutation_alone(*arguments)
+    return torch.ops.moe.expert_permutation_in(*arguments, workspace)
+
+
 def _expert_permutation(
     expert_ids: Tensor,
     num_experts: int,
@@ -261,10 +272,9 @@ def _expert_permutation(
     workspace: Tensor | None = None,
 ) -> _Result:
     num_rows = check(expert_ids, num_experts, alignment, num_rows, workspace)
-    arguments = expert_ids, num_experts, expert_ids.shape[-1], alignment, num_rows
-    if workspace is None:
-        return torch.ops.moe.expert_permutation_alone(*arguments)
-    return torch.ops.moe.expert_permutation_in(*arguments, workspace)
+    return _permutation(
+        expert_ids, num_experts, expert_ids.shape[-1], alignment, num_rows, workspace
+    )
 
 
 def check_map(
@@ -297,10 +307,7 @@ def _expert_permutation_from_map(
     workspace: Tensor | None = None,
 ) -> _Result:
     num_rows = check_map(routing_map, topk, alignment, num_rows, workspace)
-    arguments = routing_map, routing_map.shape[1], topk, alignment, num_rows
-    if workspace is None:
-        return torch.ops.moe.expert_permutation_alone(*arguments)
-    return torch.ops.moe.expert_permutation_in(*arguments, workspace)
+    return _permutation(routing_map, routing_map.shape[1], topk, alignment, num_rows, workspace)
 
 
 @torch.library.custom_op("moe::order_from_counts", mutates_args=(), device_types="cpu")

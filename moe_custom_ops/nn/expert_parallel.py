@@ -118,9 +118,10 @@ def capacity_route(
     num_received = group.size * capacity
     packed, _, offsets = expert_permutation_from_counts(received, num_received)
     # From places in rows that lie without gaps to places in what comes.
-    rank_ends = received.sum(1).cumsum(0)
+    of_rank = received.sum(1)
+    rank_ends = of_rank.cumsum(0)
     place = torch.arange(num_received, device=counts.device)
     rank = torch.searchsorted(rank_ends, place, right=True).clamp(max=group.size - 1)
-    with_gaps = (place - (rank_ends - received.sum(1))[rank] + rank * capacity).int()
+    with_gaps = (place - (rank_ends - of_rank)[rank] + rank * capacity).int()
     local_order = torch.where(packed >= 0, with_gaps[packed.clamp(min=0).long()], -1)
     return send_order, Route(None, None, num_received, local_order, offsets), dropped
