@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_custom_ops.nn import MoE
@@ -97,7 +97,8 @@ def work(rank: int, store: str) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (f"{folder}/store",), nprocs=RANKS)
+        # Its processes end without the shutdown at which a thread of gloo may abort one.
+        start_processes(work, (f"{folder}/store",), nprocs=RANKS, start_method="forkserver")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from moe_custom_ops.nn import MoE
 
@@ -97,7 +97,8 @@ def work(rank: int, store: str) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (f"{folder}/store",), nprocs=RANKS)
+        # Its processes end without the shutdown at which a thread of gloo may abort one.
+        start_processes(work, (f"{folder}/store",), nprocs=RANKS, start_method="forkserver")
 
 
 if __name__ == "__main__":
