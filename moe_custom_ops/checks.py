@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -131,6 +132,14 @@ def same_device(op: str, argument: str, tensor: Tensor, like: Tensor, like_name:
         f"on the device of {like_name}, {like.device}",
         tensor.device,
     )
+
+
+def process_group(op: str, argument: str, group: object) -> None:
+    # What ``new_group`` returns to a rank that is not in it.
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    value(not outside, op, argument, "a group with this rank", "one without it")
+    is_group = isinstance(group, dist.ProcessGroup)
+    type_(is_group, op, argument, "a ProcessGroup", _type_name(group))
 
 
 def constant(tensor: Tensor) -> Tensor:

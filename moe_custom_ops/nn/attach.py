@@ -79,15 +79,18 @@ def attach_loss(
     For losses of inner layers, which then need no way through the model's outputs. The value of
     what is differentiated does not contain them. Once per backward, ``loss`` is added to ``log`` on
     its device: also where the forward was recomputed, and with no sync. Works in compiled and
-    captured steps.
+    captured steps. A second pass through one graph (``retain_graph``, ``create_graph``) injects and
+    logs again.
 
     Args:
         x: any tensor with a float dtype that the model's own loss depends on, say the layer's
             output.
         loss: 0-dim, float.
         scale: 0-dim float tensor, the gradient of ``loss``: the loss scale of mixed precision, one
-            over the number of accumulated micro-batches. It is read in the backward, so a graph's
-            replay reads its new value. None is one.
+            over the number of accumulated micro-batches. The backward of a captured graph reads
+            its value at each replay; in eager, PyTorch refuses a change in place between forward
+            and backward. It is rounded to the loss's dtype: a float16 loss overflows where the
+            scale does. None is one.
         log: float32 or float64 tensor of one element, 0-dim, to which the backward adds the
             unscaled ``loss``. Reset it with ``log.zero_()``.
 

@@ -32,18 +32,17 @@ def check_choice(combine_impl: str, score_apply: str) -> None:
         )
 
 
-def check_support(device_type: str, dtype: torch.dtype, combine_impl: str) -> None:
+def check_support(device_type: str, dtype: torch.dtype) -> None:
     """Refuse a device, dtype or build that lacks the kernels."""
     if device_type not in checks.DEVICE_TYPES:
         raise ValueError(
             f"MoE: device must be on a CPU or CUDA device, got {device_type!r}, which has no "
             "kernels of this package; move the layer to one of them"
         )
-    if combine_impl == FUSED and dtype not in checks.FLOAT_DTYPES:
+    if dtype not in checks.FLOAT_DTYPES:
         raise TypeError(
-            f"MoE: combine_impl='fused_weighted_sum' must have experts of "
-            f"{checks.one_of(checks.FLOAT_DTYPES)}, got {checks.dtype_name(dtype)}; use "
-            "combine_impl='weighted_sum'"
+            f"MoE: its experts must be of {checks.one_of(checks.FLOAT_DTYPES)}, got "
+            f"{checks.dtype_name(dtype)}, which no combine_impl takes"
         )
     # A compiled layer runs expert_permutation, which refuses the same, before its collectives.
     if device_type == "cuda" and not torch.compiler.is_compiling():

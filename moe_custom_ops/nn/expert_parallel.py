@@ -23,6 +23,7 @@ class Group(NamedTuple):
     name: Any  # A str, of a type of its own since torch 2.13.
     # Their number is a constant to a compiler, which an int is not where all sizes are dynamic.
     ranks: tuple[int, ...]
+    rank: int
 
     @property
     def size(self) -> int:
@@ -30,7 +31,8 @@ class Group(NamedTuple):
 
 
 def group_of(process_group: "dist.ProcessGroup") -> Group:
-    return Group(process_group.group_name, tuple(range(process_group.size())))
+    ranks = tuple(range(process_group.size()))
+    return Group(process_group.group_name, ranks, process_group.rank())
 
 
 class Route(NamedTuple):

@@ -54,7 +54,7 @@ class AuxLoss(nn.Module):
         token_mask: Tensor | None = None,
     ) -> Tensor:
         checks.is_tensor("AuxLoss", "probs", probs)
-        check_tokens("AuxLoss", math.prod(probs.shape[:1]), self.max_tokens)
+        check_tokens("AuxLoss", "probs", math.prod(probs.shape[:1]), self.max_tokens)
         return aux_loss(
             probs,
             tokens_per_expert,
@@ -103,16 +103,17 @@ class WeightedRestore(nn.Module):
     ) -> Tensor:
         checks.is_tensor("WeightedRestore", "top_scores", top_scores)
         # Not ``shape.numel()``, which makes a symbolic size a constant.
-        check_tokens("WeightedRestore", math.prod(top_scores.shape[:-1]), self.max_tokens)
+        num_tokens = math.prod(top_scores.shape[:-1])
+        check_tokens("WeightedRestore", "top_scores", num_tokens, self.max_tokens)
         return weighted_restore(rows, top_scores, token_indices_sorted, addend, self.workspace)
 
     def extra_repr(self) -> str:
         return f"max_tokens={self.max_tokens}, topk={self.topk}"
 
 
-def check_tokens(module: str, num_tokens: int, max_tokens: int) -> None:
+def check_tokens(module: str, argument: str, num_tokens: int, max_tokens: int) -> None:
     if num_tokens > max_tokens:
         raise ValueError(
-            f"{module}: its workspace is for at most max_tokens = {max_tokens} tokens, "
-            f"got {num_tokens}"
+            f"{module}: {argument} must have at most max_tokens = {max_tokens} tokens, for which "
+            f"the workspace is, got {num_tokens}"
         )

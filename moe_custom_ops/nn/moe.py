@@ -49,6 +49,7 @@ class MoE(nn.Module):
             arXiv:2202.08906). 0 for none.
         process_group: ranks over which the experts are spread, in order; each holds
             ``num_experts / size`` of them, and every rank must call the layer, with no tokens too.
+            Ranks of one seed start as the parts of one layer.
         rank_capacity: None sends all rows to the ranks of their experts and reads their numbers on
             the host, once per call (compile it with
             ``torch._dynamo.config.capture_scalar_outputs``). An int sends as many rows from each
@@ -59,6 +60,11 @@ class MoE(nn.Module):
         num_dropped: int64 0-dim buffer, not saved: assignments beyond ``rank_capacity`` since it
             was last zeroed, of each forward without a gradient and of each backward. None without a
             capacity.
+
+    The load that ``expert_bias`` follows and, where there is a gradient, the rows dropped are
+    counted in the backward: one that does not reach the router's scores or the experts counts
+    nothing, and a second pass through one graph (``retain_graph``, ``create_graph``) counts again.
+    Recomputation counts once; only with ``use_reentrant=True`` drops are counted twice.
 
     Shapes:
         input [*, H]; output [*, H], the sum of the losses as a 0-dim float32 tensor, and
@@ -115,16 +121,16 @@ class MoE(nn.Module):
         if topk > num_experts:
             raise ValueError(f"MoE: topk must be at most num_experts = {num_experts}, got {topk}")
         for name, coeff in (
+            ("aux_loss_coeff", aux_loss_coeff),
             ("sequence_aux_loss_coeff", sequence_aux_loss_coeff),
             ("z_loss_coeff", z_loss_coeff),
         ):
             checks.is_number("MoE", name, coeff)
         check_choice(combine_impl, score_apply)
-        check_support(
-            torch.device(device or torch.get_default_device()).type,
-            dtype or torch.get_default_dtype(),
-            combine_impl,
-        )
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        checks.type_(isinstance(dtype, torch.dtype), "MoE", "dtype", "a torch.dtype", repr(dtype))
+        default = torch.get_default_device()
+        check_support(torch.device(default if device is None else device).type, dtype)
         self.num_experts, self.topk, self.max_tokens = num_experts, topk, max_tokens
         self.combine_impl, self.score_apply = combine_impl, score_apply
         self.sequence_aux_loss_coeff, self.z_loss_coeff = sequence_aux_loss_coeff, z_loss_coeff
@@ -132,9 +138,7 @@ class MoE(nn.Module):
         self.rank_capacity = rank_capacity
         num_local = num_experts
         if process_group is not None:
-            is_group = isinstance(process_group, dist.ProcessGroup)
-            got = type(process_group).__name__
-            checks.type_(is_group, "MoE", "process_group", "a ProcessGroup", got)
+            checks.process_group("MoE", "process_group", process_group)
             self.group = expert_parallel.group_of(process_group)
             expected = f"a divisor of num_experts = {num_experts} in size"
             divides = num_experts % self.group.size == 0
@@ -184,7 +188,10 @@ class MoE(nn.Module):
     def reset_parameters(self) -> None:
         for weight in (self.up, self.down):
             bound = 1 / math.sqrt(weight.shape[1])
-            nn.init.uniform_(weight, -bound, bound)
+            # Every rank draws for all, or ranks of one seed would start with equal experts.
+            for rank in range(1 if self.group is None else self.group.size):
+                own = self.group is None or rank == self.group.rank
+                nn.init.uniform_(weight if own else torch.empty_like(weight), -bound, bound)
         for module in (self.router, self.shared_up, self.shared_down):
             if module is not None:
                 module.reset_parameters()
@@ -193,13 +200,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         checks.is_tensor("MoE", "x", x)
-        checks.type_(x.is_floating_point(), "MoE", "x", "of a float dtype", x.dtype)
+        checks.dtype("MoE", "x", x, checks.FLOAT_DTYPES)
+        checks.same_device("MoE", "x", x, self.up, "the layer")
         hidden_size = self.up.shape[1]
         if x.dim() == 0 or x.shape[-1] != hidden_size:
             raise ValueError(f"MoE: x must be of shape [*, {hidden_size}], got {list(x.shape)}")
-        check_tokens("MoE", math.prod(x.shape[:-1]), self.max_tokens)
+        check_tokens("MoE", "x", math.prod(x.shape[:-1]), self.max_tokens)
         dtype = _compute_dtype(self.up)
-        check_support(x.device.type, dtype, self.combine_impl)
+        check_support(x.device.type, dtype)
 
         tokens = x.reshape(-1, hidden_size)
         top_scores, expert_ids, probs, logits = self.router(tokens)
@@ -290,7 +298,8 @@ class MoE(nn.Module):
         totals, values = [], []
         if self.router.counts is not None:
             totals.append(self.router.counts)
-            values.append(tokens_per_expert)
+            # The caller may sum what is returned over ranks, in place, before the backward.
+            values.append(tokens_per_expert.clone())
         if dropped is not None and self.num_dropped is not None:
             totals.append(self.num_dropped)
             values.append(dropped)

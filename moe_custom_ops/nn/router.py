@@ -70,6 +70,8 @@ class Router(nn.Module):
         ):
             checks.integer("Router", name, size, 1)
         checks.is_number("Router", "route_scale", route_scale)
+        for name, flag in (("route_norm", route_norm), ("expert_bias", expert_bias)):
+            checks.type_(isinstance(flag, bool), "Router", name, "a bool", type(flag).__name__)
         expected = " or ".join(map(repr, SCORE_FUNCS))
         checks.value(score_func in SCORE_FUNCS, "Router", "score_func", expected, repr(score_func))
         divisor = f"a divisor of num_experts = {num_experts}"
@@ -157,10 +159,14 @@ class Router(nn.Module):
         of the default group where ``torch.distributed`` is initialised; every rank must call.
 
         Raises:
-            ValueError: the router has no bias.
+            TypeError: ``rate`` is no number, ``group`` no ProcessGroup.
+            ValueError: the router has no bias, or this rank is not of the group.
         """
         if self.expert_bias is None or self.counts is None:
             raise ValueError("update_expert_bias: the router must have expert_bias=True, got False")
+        checks.is_number("update_expert_bias", "rate", rate)
+        if group is not None:
+            checks.process_group("update_expert_bias", "group", group)
         if group is not None or (dist.is_available() and dist.is_initialized()):
             dist.all_reduce(self.counts, group=group)
         # Of integers, exact: counts * E against the sum.

@@ -154,12 +154,15 @@ def test_no_choice_at_all():
         make(score_apply="after")
 
 
-def test_a_dtype_or_device_that_the_fused_combine_lacks():
-    with pytest.raises(TypeError, match=r"experts of float32, .* got float8_e4m3fn; use combine_"):
-        make(dtype=torch.float8_e4m3fn)
-    layer = make()
-    layer.up.data = layer.up.data.to(torch.float8_e4m3fn)
-    with pytest.raises(TypeError, match=r"experts of float32, .* got float8_e4m3fn; use combine_"):
+@pytest.mark.parametrize("combine_impl", ["fused_weighted_sum", "weighted_sum", "legacy_bmm"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64])
+def test_a_dtype_or_device_that_no_combine_has(combine_impl, dtype):
+    message = f"experts must be of float32, .* got {str(dtype)[6:]}, which no combine_impl takes"
+    with pytest.raises(TypeError, match=message):
+        make(dtype=dtype, combine_impl=combine_impl)
+    layer = make(combine_impl=combine_impl)
+    layer.up = torch.nn.Parameter(layer.up.data.to(dtype), requires_grad=False)
+    with pytest.raises(TypeError, match=message):
         layer(torch.randn(4, HIDDEN))
     with pytest.raises(ValueError, match="'mps', which has no kernels of this package; move the"):
         make(device="mps")
@@ -170,8 +173,9 @@ def test_a_build_without_kernels_is_refused_when_the_layer_is_built(monkeypatch)
     from moe_custom_ops.backend import load_kernels
 
     load_kernels.cache_clear()
-    with pytest.raises(NotImplementedError, match="not supported on ROCm; move its inputs"):
-        make(device="cuda")
+    for device in ("cuda", torch.device("cuda", 1)):
+        with pytest.raises(NotImplementedError, match="not supported on ROCm; move its inputs"):
+            make(device=device)
 
 
 @pytest.mark.cuda

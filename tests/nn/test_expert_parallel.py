@@ -242,7 +242,7 @@ def check_refusals_come_before_collectives(group):
     layer.up.data = layer.up.data.to(torch.float8_e4m3fn)
     if group.rank() == 0:
         # The others call nothing: a collective here would wait for them.
-        with pytest.raises(TypeError, match="got float8_e4m3fn; use combine_impl="):
+        with pytest.raises(TypeError, match="got float8_e4m3fn, which no combine"):
             layer(torch.randn(4, HIDDEN, device=device_of(group)))
         with pytest.raises(ValueError, match="x must be of shape"):
             layer(torch.randn(4, HIDDEN + 1, device=device_of(group)))
@@ -327,7 +327,30 @@ def check_copies(group):
         assert_same_bits(twin(x)[0], expected)
 
 
+def check_ranks_of_one_seed_start_as_one_layer(group):
+    torch.manual_seed(3)
+    one = MoE(HIDDEN, 24, EXPERTS, TOPK, MAX_TOKENS)
+    torch.manual_seed(3)
+    layer = MoE(HIDDEN, 24, EXPERTS, TOPK, MAX_TOKENS, process_group=group)
+    for name in ("router.weight", "up", "down"):
+        whole, own = one.get_parameter(name), layer.get_parameter(name)
+        own_part = whole if name == "router.weight" else whole.chunk(group.size())[group.rank()]
+        assert torch.equal(own, own_part), name
+
+
+def check_a_group_of_others_is_refused(group):
+    other = dist.new_group([0])
+    if group.rank() != 0:
+        with pytest.raises(ValueError, match="process_group must be a group with this rank, got"):
+            MoE(HIDDEN, 24, EXPERTS, TOPK, MAX_TOKENS, process_group=other)
+        _, layer = make(group, expert_bias=True)
+        with pytest.raises(ValueError, match="group must be a group with this rank, got one"):
+            layer.update_expert_bias(group=other)
+
+
 CHECKS = [
+    check_ranks_of_one_seed_start_as_one_layer,
+    check_a_group_of_others_is_refused,
     check_transports,
     check_a_step,
     check_recomputation,

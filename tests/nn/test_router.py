@@ -158,8 +158,11 @@ def test_the_load_is_counted_whatever_is_frozen(frozen, recomputed, needs_input)
     x = torch.randn(5, HIDDEN, requires_grad=needs_input)
     out, _, counts = WAYS["recomputed" if recomputed else "eager"](layer)(x)
     out += 1.0
+    expected = counts.clone()
+    # As a caller does who sums over ranks.
+    counts *= 2
     out.sum().backward()
-    assert torch.equal(layer.router.counts, counts)
+    assert torch.equal(layer.router.counts, expected)
 
 
 def test_reset_parameters_zeroes_what_is_counted():
@@ -258,5 +261,11 @@ def test_bad_options(change, message):
         make(**change)
     with pytest.raises(TypeError, match="Router: route_scale must be a number, got str"):
         make(route_scale="1")
+    with pytest.raises(TypeError, match="Router: route_norm must be a bool, got str"):
+        make(route_norm="no")
     with pytest.raises(ValueError, match="router must have expert_bias=True, got False"):
         make().update_expert_bias()
+    with pytest.raises(TypeError, match="update_expert_bias: rate must be a number, got str"):
+        make(expert_bias=True).update_expert_bias("fast")
+    with pytest.raises(TypeError, match="update_expert_bias: group must be a ProcessGroup, got st"):
+        make(expert_bias=True).update_expert_bias(group="world")
