@@ -5,6 +5,8 @@ Starting processes takes seconds, so one start runs every check, and the tests r
 
 import contextlib
 import datetime
+import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,7 +19,15 @@ import torch.multiprocessing as mp
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def _run(rank: int, world_size: int, backend: str, folder: str, checks: list[Callable]) -> None:
+def _run(
+    rank: int,
+    world_size: int,
+    backend: str,
+    folder: str,
+    checks: list[Callable],
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -41,11 +51,19 @@ def _run(rank: int, world_size: int, backend: str, folder: str, checks: list[Cal
     dist.destroy_process_group()
 
 
-def run_checks(world_size: int, checks: list[Callable], backend: str = "gloo") -> dict[str, str]:
+def run_checks(
+    world_size: int, checks: list[Callable], backend: str = "gloo", **environment: str
+) -> dict[str, str]:
     """What each check raised, "" for nothing; one that did not come to its end is not there."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(
-            _run, (world_size, backend, folder, checks), nprocs=world_size, join=False
+        # Its processes are forks of one that has imported, and holds no GPU.
+        multiprocessing.set_forkserver_preload(["moe_custom_ops.nn", "tests.compiling"])
+        context = mp.start_processes(
+            _run,
+            (world_size, backend, folder, checks, environment),
+            nprocs=world_size,
+            join=False,
+            start_method="forkserver",
         )
         with contextlib.suppress(Exception):
             context.join(timeout=240)

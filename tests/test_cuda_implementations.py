@@ -58,6 +58,74 @@ def test_aux_loss(num_tokens, total, masked, kernel_device):
     )
 
 
+@pytest.mark.parametrize(("num_tokens", "columns"), [(0, 16), (700, 16), (40, 700)])
+def test_the_sums_of_a_rank(num_tokens, columns, kernel_device):
+    probs, counts = make_probs(num_tokens, columns)
+    size = aux.aux_loss_workspace_size(num_tokens, columns)
+
+    def run(tile_sums, padded_sums, from_tile_sums, device):
+        inputs = to(device, (probs, counts, None))
+        workspace = garbage(size).to(device)
+        tile_sums(*inputs, workspace)
+        own = padded_sums(inputs[0], workspace, 9)
+        sums = torch.cat([own, own])
+        rest = (None, 50, columns, 2, 1e-2, None, sums)
+        return own, *from_tile_sums(*inputs, *rest)
+
+    results = run(
+        aux._aux_loss_tile_sums_cuda,
+        aux._aux_loss_padded_sums_cuda,
+        aux._aux_loss_from_tile_sums_cuda,
+        kernel_device,
+    )
+    expected = run(
+        aux.aux_loss_tile_sums, aux.aux_loss_padded_sums, aux.aux_loss_from_tile_sums, "cpu"
+    )
+    check(results, expected)
+    with pytest.raises(ValueError, match="size must be at least"):
+        aux._aux_loss_padded_sums_cuda(*to(kernel_device, [probs, garbage(size)]), -1)
+    with pytest.raises(ValueError, match="workspace must be given without sums"):
+        inputs = to(kernel_device, (probs, counts))
+        aux._aux_loss_from_tile_sums_cuda(*inputs, None, None, 5, columns, 2, 0.1, None)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [40, 0, 7], [700, 600]])
+@pytest.mark.parametrize(("layout", "columns"), [("packed", 16), ("batch", 16), ("batch", 700)])
+def test_the_sums_of_sequences_of_a_rank(lengths, layout, columns, kernel_device):
+    counts = torch.ones(len(lengths), columns)
+    if layout == "batch":
+        probs = make_probs(30 * len(lengths), columns)[0].view(len(lengths), 30, columns)
+        ends = None
+    else:
+        probs, _ = make_probs(max(sum(lengths), 600), columns)
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+    num_tokens = probs.shape[:-1].numel()
+    size = sequence.sequence_aux_loss_workspace_size(num_tokens, len(lengths), columns)
+
+    def run(tile_sums, padded_sums, from_tile_sums, device):
+        inputs = to(device, (probs, counts, ends, None))
+        workspace = garbage(size).to(device)
+        tile_sums(*inputs, workspace)
+        own = padded_sums(*inputs[:3], workspace, 5)
+        given = torch.arange(len(lengths), device=device)
+        of_sums = from_tile_sums(*inputs, 2, 0.1, None, own[:, 0].contiguous(), given)
+        return own, *of_sums, *from_tile_sums(*inputs, 2, 0.1, workspace, None, given)
+
+    results = run(
+        sequence._sequence_aux_loss_tile_sums_cuda,
+        sequence._sequence_aux_loss_padded_sums_cuda,
+        sequence._sequence_aux_loss_from_tile_sums_cuda,
+        kernel_device,
+    )
+    expected = run(
+        sequence.sequence_aux_loss_tile_sums,
+        sequence.sequence_aux_loss_padded_sums,
+        sequence.sequence_aux_loss_from_tile_sums,
+        "cpu",
+    )
+    check(results, expected)
+
+
 def test_aux_loss_of_no_token_and_a_total_of_zero_hides_infinity(kernel_device):
     probs = torch.full((60, 16), torch.inf, device=kernel_device)
     counts = torch.ones(16, device=kernel_device)

@@ -80,6 +80,21 @@ def aux_loss(
         loss = direct.aux_loss(*arguments)
         if loss is not None:
             return loss
+    check_types(*arguments)
+    return torch.ops.moe.aux_loss(*arguments)
+
+
+def check_types(
+    probs: object,
+    tokens_per_expert: object,
+    total_num_tokens: object,
+    num_experts: object,
+    topk: object,
+    coeff: object,
+    workspace: object,
+    token_mask: object,
+) -> None:
+    """Refuse what the schema would, by name."""
     checks.is_tensor("aux_loss", "probs", probs)
     checks.is_tensor("aux_loss", "tokens_per_expert", tokens_per_expert)
     if not isinstance(total_num_tokens, Tensor):
@@ -91,4 +106,3 @@ def aux_loss(
         checks.is_tensor("aux_loss", "workspace", workspace)
     if token_mask is not None:
         checks.is_tensor("aux_loss", "token_mask", token_mask)
-    return torch.ops.moe.aux_loss(*arguments)

@@ -14,7 +14,7 @@ from .. import checks
 from .. import workspace as workspaces
 from ..backend import as_bytes, float64_bits, load_kernels
 from ..batching import register_vmap
-from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums
+from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums, tree_sum
 from . import reference
 
 OP = "aux_loss"
@@ -131,6 +131,45 @@ def _(
     return None
 
 
+def _padded(partials: Tensor, tiles: int, size: int) -> Tensor:
+    """[size]: the sum of each tile's partial sums, then zeros."""
+    checks.value(size >= tiles, OP, "size", f"at least {tiles}, the number of tiles", size)
+    sums = partials.new_zeros(size)
+    sums[:tiles] = tree_sum(partials.view(tiles, -1), dim=1) if tiles else 0.0
+    return sums
+
+
+@torch.library.custom_op("moe::aux_loss_padded_sums", mutates_args=(), device_types="cpu")
+def aux_loss_padded_sums(probs: Tensor, workspace: Tensor, size: int) -> Tensor:
+    """The tile sums in ``workspace`` and zeros behind them [size], for other ranks."""
+    tiles = num_tiles(*probs.shape)
+    dtype = accumulator_dtype(probs.dtype)
+    return _padded(workspaces.scratch(OP, workspace, tiles, dtype), tiles, size)
+
+
+@aux_loss_padded_sums.register_kernel("cuda")
+def _aux_loss_padded_sums_cuda(probs: Tensor, workspace: Tensor, size: int) -> Tensor:
+    _, count = load_kernels(__package__).num_partials(*probs.shape)
+    partials = workspaces.scratch(OP, workspace, count, accumulator_dtype(probs.dtype))
+    return _padded(partials, num_tiles(*probs.shape), size)
+
+
+@aux_loss_padded_sums.register_fake
+def _(probs: Tensor, workspace: Tensor, size: int) -> Tensor:
+    return probs.new_empty(size, dtype=accumulator_dtype(probs.dtype))
+
+
+def _sums(sums: Tensor | None, workspace: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+    if sums is None:
+        checks.value(workspace is not None, OP, "workspace", "given without sums", None)
+        assert workspace is not None
+        return workspaces.scratch(OP, workspace, count, dtype)
+    checks.dtype(OP, "sums", sums, (dtype,))
+    checks.rank(OP, "sums", sums, "[tiles]")
+    checks.value(sums.is_contiguous(), OP, "sums", "contiguous", f"strides {sums.stride()}")
+    return sums
+
+
 @torch.library.custom_op("moe::aux_loss_from_tile_sums", mutates_args=(), device_types="cpu")
 def aux_loss_from_tile_sums(
     probs: Tensor,
@@ -141,11 +180,15 @@ def aux_loss_from_tile_sums(
     num_experts: int,
     topk: int,
     coeff: float,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, C) from the tile sums in ``workspace``; the total is ``total_int`` if no tensor."""
+    """(loss, C) from the tile sums in ``workspace``, or from the ``sums`` of all ranks' tiles.
+
+    The total is ``total_int`` if no tensor.
+    """
     dtype = accumulator_dtype(probs.dtype)
-    sums = workspaces.scratch(OP, workspace, num_tiles(*probs.shape), dtype)
+    sums = _sums(sums, workspace, num_tiles(*probs.shape), dtype)
     return reference.loss_from_tile_sums(
         sums, total_int if total is None else total, num_experts, topk, coeff
     )
@@ -161,12 +204,12 @@ def _aux_loss_from_tile_sums_cuda(
     num_experts: int,
     topk: int,
     coeff: float,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     kernels = load_kernels(__package__)
     dtype = accumulator_dtype(probs.dtype)
-    _, count = kernels.num_partials(*probs.shape)
-    partials = workspaces.scratch(OP, workspace, count, dtype)
+    sums = _sums(sums, workspace, kernels.num_partials(*probs.shape)[1], dtype)
     loss = probs.new_empty((), dtype=dtype)
     loss_scale = probs.new_empty((), dtype=dtype)
     scale = num_experts * coeff / topk
@@ -174,8 +217,8 @@ def _aux_loss_from_tile_sums_cuda(
         if total_int == 0:
             return loss.zero_(), loss_scale.zero_()
         scale = scale / total_int / total_int
-    launch = kernels.loss_from_tile_sums(count, dtype, probs.device)
-    launch(partials, total, loss, loss_scale, float64_bits(scale))
+    launch = kernels.loss_from_tile_sums(sums.shape[0], dtype, probs.device)
+    launch(sums, total, loss, loss_scale, float64_bits(scale))
     return loss, loss_scale
 
 
@@ -189,7 +232,8 @@ def _(
     num_experts: int,
     topk: int,
     coeff: float,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulator_dtype(probs.dtype)
     return probs.new_empty((), dtype=dtype), probs.new_empty((), dtype=dtype)
@@ -226,10 +270,10 @@ def expand_row(row: Tensor, shape: torch.Size, token_mask: Tensor | None) -> Ten
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None or not ctx.needs_input_grad[0]:
-        return (None,) * 9
+        return (None,) * 10
     tokens_per_expert, token_mask, scale = ctx.saved_tensors
     row = grad_row(grad, scale, tokens_per_expert, ctx.probs_dtype)
-    return expand_row(row, ctx.probs_shape, token_mask), *(None,) * 8
+    return expand_row(row, ctx.probs_shape, token_mask), *(None,) * 9
 
 
 aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
@@ -269,3 +313,30 @@ for _overload, _total in (("aux_loss", "Tensor"), ("aux_loss.int", "SymInt")):
     )
     torch.library.impl(f"moe::{_overload}", "CompositeImplicitAutograd", _aux_loss)
     register_vmap(_overload)
+
+
+def _aux_loss_sums_of_rank(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    num_experts: int,
+    topk: int,
+    size: int,
+    workspace: Tensor | None = None,
+    token_mask: Tensor | None = None,
+) -> Tensor:
+    """The sums [size] of this rank's tiles, zeros behind them."""
+    total = tokens_per_expert.new_zeros(())
+    arguments = probs, tokens_per_expert, total, num_experts, topk, workspace, token_mask
+    workspace = check(*arguments)
+    torch.ops.moe.aux_loss_tile_sums(probs, tokens_per_expert, token_mask, workspace)
+    return torch.ops.moe.aux_loss_padded_sums(probs, workspace, size)
+
+
+torch.library.define(
+    "moe::aux_loss_sums_of_rank",
+    "(Tensor probs, Tensor tokens_per_expert, int num_experts, int topk, int size, "
+    "Tensor(a!)? workspace=None, Tensor? token_mask=None) -> Tensor",
+)
+torch.library.impl(
+    "moe::aux_loss_sums_of_rank", "CompositeImplicitAutograd", _aux_loss_sums_of_rank
+)

@@ -73,6 +73,20 @@ def sequence_aux_loss(
         loss = direct.sequence_aux_loss(*arguments)
         if loss is not None:
             return loss
+    check_types(*arguments)
+    return torch.ops.moe.sequence_aux_loss(*arguments)
+
+
+def check_types(
+    probs: object,
+    tokens_per_expert: object,
+    topk: object,
+    coeff: object,
+    cu_seqlens: object,
+    token_mask: object,
+    workspace: object,
+) -> None:
+    """Refuse what the schema would, by name."""
     checks.is_tensor("sequence_aux_loss", "probs", probs)
     checks.is_tensor("sequence_aux_loss", "tokens_per_expert", tokens_per_expert)
     checks.is_integer("sequence_aux_loss", "topk", topk)
@@ -84,4 +98,3 @@ def sequence_aux_loss(
     ):
         if tensor is not None:
             checks.is_tensor("sequence_aux_loss", name, tensor)
-    return torch.ops.moe.sequence_aux_loss(*arguments)

@@ -13,7 +13,15 @@ from .. import checks
 from .. import workspace as workspaces
 from ..backend import as_bytes, float64_bits, load_kernels
 from ..batching import register_vmap
-from ..fixed_order import accumulator_dtype, cast, max_chunks, num_tiles, tile_sums, tree_sum
+from ..fixed_order import (
+    accumulator_dtype,
+    cast,
+    max_chunks,
+    num_tiles,
+    tile_sums,
+    tile_tokens,
+    tree_sum,
+)
 from . import reference
 
 OP = "sequence_aux_loss"
@@ -171,6 +179,107 @@ def _(
     return None
 
 
+def padded(
+    partials: Tensor, probs: Tensor, tokens_per_expert: Tensor, cu_seqlens: Tensor | None, size: int
+) -> Tensor:
+    """[sequences, size]: the sums of each sequence's tiles, of ``partials`` [slots, X], then zeros.
+
+    A sequence of more tiles loses those beyond: ``size`` is to be enough for all the tokens.
+    """
+    starts, lengths = spans(probs, cu_seqlens)
+    tokens = tile_tokens(probs.shape[-1])
+    sequences = torch.arange(tokens_per_expert.shape[0], device=probs.device)
+    first = starts // tokens + sequences
+    if cu_seqlens is None:
+        first = sequences * num_tiles(probs.shape[1], probs.shape[2])
+    tiles = (lengths + tokens - 1) // tokens
+    place = torch.arange(size, device=probs.device)
+    sums = tree_sum(partials, dim=1)
+    if not sums.shape[0]:
+        return sums.new_zeros(tokens_per_expert.shape[0], size)
+    slots = (first[:, None] + place).clamp(max=sums.shape[0] - 1)
+    return torch.where(place < tiles[:, None], sums[slots], 0.0)
+
+
+def spans(probs: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(first token, number of tokens) int64 of each sequence, masked ones included."""
+    if cu_seqlens is None:
+        starts = torch.zeros(probs.shape[0], dtype=torch.int64, device=probs.device)
+        return starts, torch.full_like(starts, probs.shape[1])
+    bounds = cu_seqlens.long().clamp(0, probs.shape[0])
+    return bounds[:-1], (bounds[1:] - bounds[:-1]).clamp(min=0)
+
+
+@torch.library.custom_op("moe::sequence_aux_loss_padded_sums", mutates_args=(), device_types="cpu")
+def sequence_aux_loss_padded_sums(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    workspace: Tensor,
+    size: int,
+) -> Tensor:
+    """The tile sums of each sequence in ``workspace``, then zeros [sequences, size]."""
+    sums, _ = scratch(probs, tokens_per_expert, workspace)
+    slots = sums.shape[0] // max_chunks(probs.shape[-1])
+    return padded(sums[:slots, None], probs, tokens_per_expert, cu_seqlens, size)
+
+
+@sequence_aux_loss_padded_sums.register_kernel("cuda")
+def _sequence_aux_loss_padded_sums_cuda(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    workspace: Tensor,
+    size: int,
+) -> Tensor:
+    _check_lengths(probs, tokens_per_expert, cu_seqlens, None)
+    sums, tile_lengths = scratch(probs, tokens_per_expert, workspace)
+    slots = tile_lengths.shape[0]
+    chunks = load_kernels(__package__).num_chunks(slots, probs.shape[-1])
+    partials = sums[: slots * chunks].view(slots, chunks)
+    return padded(partials, probs, tokens_per_expert, cu_seqlens, size)
+
+
+@sequence_aux_loss_padded_sums.register_fake
+def _(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    cu_seqlens: Tensor | None,
+    workspace: Tensor,
+    size: int,
+) -> Tensor:
+    dtype = accumulator_dtype(probs.dtype)
+    return probs.new_empty(tokens_per_expert.shape[0], size, dtype=dtype)
+
+
+def _of_sequences(
+    probs: Tensor, tokens_per_expert: Tensor, cu_seqlens: Tensor | None, workspace: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(sums, numbers of unmasked tokens) of the sequences, from what ``workspace`` holds."""
+    tile_sums, tile_lengths = scratch(probs, tokens_per_expert, workspace)
+    num_sequences = tokens_per_expert.shape[0]
+    sums = tile_sums.new_zeros(num_sequences)
+    lengths = torch.zeros(num_sequences, dtype=torch.int64)
+    for b, (slot, own, _) in enumerate(reference.sequences(probs, cu_seqlens, None)):
+        slots = slice(slot, slot + num_tiles(*own.shape))
+        sums[b] = tree_sum(tile_sums[slots], dim=0)
+        lengths[b] = tile_lengths[slots].sum()
+    return sums, lengths
+
+
+def _check_given(
+    tokens_per_expert: Tensor, sums: Tensor, lengths: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    checks.value(lengths is not None, OP, "lengths", "given with sums", None)
+    assert lengths is not None
+    for name, given, kind in (("sums", sums, dtype), ("lengths", lengths, torch.int64)):
+        checks.dtype(OP, name, given, (kind,))
+        expected = [tokens_per_expert.shape[0]]
+        checks.same_shape(OP, name, given, expected, f"[sequences] = {expected}")
+        checks.value(given.is_contiguous(), OP, name, "contiguous", f"strides {given.stride()}")
+    return lengths
+
+
 @torch.library.custom_op(
     "moe::sequence_aux_loss_from_tile_sums", mutates_args=(), device_types="cpu"
 )
@@ -181,19 +290,24 @@ def sequence_aux_loss_from_tile_sums(
     token_mask: Tensor | None,
     topk: int,
     coeff: float,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    sums: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, C [sequences]) from what ``workspace`` holds."""
-    sums, tile_lengths = scratch(probs, tokens_per_expert, workspace)
-    num_sequences, num_experts = tokens_per_expert.shape
-    own_sums = sums.new_zeros(num_sequences)
-    lengths = torch.zeros(num_sequences, dtype=torch.int64)
-    for b, (slot, own, _) in enumerate(reference.sequences(probs, cu_seqlens, None)):
-        slots = slice(slot, slot + num_tiles(*own.shape))
-        own_sums[b] = tree_sum(sums[slots], dim=0)
-        lengths[b] = tile_lengths[slots].sum()
+    """(loss, C [sequences]) from what ``workspace`` holds.
+
+    ``sums`` and ``lengths`` int64 [sequences] take the place of its own where the sequences have
+    tokens on other ranks too.
+    """
+    if sums is None:
+        checks.value(workspace is not None, OP, "workspace", "given without sums", None)
+        assert workspace is not None
+        sums, own_lengths = _of_sequences(probs, tokens_per_expert, cu_seqlens, workspace)
+        lengths = own_lengths if lengths is None else lengths
+    lengths = _check_given(tokens_per_expert, sums, lengths, accumulator_dtype(probs.dtype))
     results = _empty_results(probs, tokens_per_expert)
-    computed = reference.loss_from_sums(own_sums, lengths, num_experts, topk, coeff)
+    num_experts = tokens_per_expert.shape[1]
+    computed = reference.loss_from_sums(sums, lengths, num_experts, topk, coeff)
     # Into fresh tensors: a view returned here could not be changed in place by the caller.
     for result, value in zip(results, computed, strict=True):
         result.copy_(value)
@@ -208,17 +322,25 @@ def _sequence_aux_loss_from_tile_sums_cuda(
     token_mask: Tensor | None,
     topk: int,
     coeff: float,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    sums: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
-    partials, tile_lengths = scratch(probs, tokens_per_expert, workspace)
     num_experts = tokens_per_expert.shape[1]
     loss, scales = _empty_results(probs, tokens_per_expert)
+    num_slots = reference.num_slots(_num_tokens(probs), *tokens_per_expert.shape)
     add_slots, add_sequences = load_kernels(__package__).loss_from_tile_sums(
-        probs, tokens_per_expert, cu_seqlens, tile_lengths.shape[0]
+        probs, tokens_per_expert, cu_seqlens, num_slots
     )
-    sums, lengths = torch.empty_like(scales), torch.empty_like(scales, dtype=torch.int64)
-    add_slots(partials, tile_lengths, cu_seqlens, sums, lengths)
+    if sums is None:
+        checks.value(workspace is not None, OP, "workspace", "given without sums", None)
+        assert workspace is not None
+        partials, tile_lengths = scratch(probs, tokens_per_expert, workspace)
+        sums, own_lengths = torch.empty_like(scales), torch.empty_like(scales, dtype=torch.int64)
+        add_slots(partials, tile_lengths, cu_seqlens, sums, own_lengths)
+        lengths = own_lengths if lengths is None else lengths
+    lengths = _check_given(tokens_per_expert, sums, lengths, scales.dtype)
     add_sequences(sums, lengths, loss, scales, float64_bits(num_experts * coeff / topk))
     return loss, scales
 
@@ -231,7 +353,9 @@ def _(
     token_mask: Tensor | None,
     topk: int,
     coeff: float,
-    workspace: Tensor,
+    workspace: Tensor | None,
+    sums: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _empty_results(probs, tokens_per_expert)
 
@@ -287,10 +411,10 @@ def expand_rows(
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None or not ctx.needs_input_grad[0]:
-        return (None,) * 7
+        return (None,) * 9
     tokens_per_expert, cu_seqlens, token_mask, scales = ctx.saved_tensors
     rows = grad_rows(grad, scales, tokens_per_expert, ctx.probs_dtype)
-    return expand_rows(rows, ctx.probs_shape, cu_seqlens, token_mask), *(None,) * 6
+    return expand_rows(rows, ctx.probs_shape, cu_seqlens, token_mask), *(None,) * 8
 
 
 sequence_aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
@@ -323,3 +447,62 @@ torch.library.define(
 )
 torch.library.impl("moe::sequence_aux_loss", "CompositeImplicitAutograd", _sequence_aux_loss)
 register_vmap("sequence_aux_loss")
+
+
+def _sequence_aux_loss_sums_of_rank(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    topk: int,
+    size: int,
+    cu_seqlens: Tensor | None = None,
+    token_mask: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """The sums [sequences, size] of this rank's tiles of each sequence, zeros behind them."""
+    workspace = check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
+    inputs = probs, tokens_per_expert, cu_seqlens
+    torch.ops.moe.sequence_aux_loss_tile_sums(*inputs, token_mask, workspace)
+    return torch.ops.moe.sequence_aux_loss_padded_sums(*inputs, workspace, size)
+
+
+def _sequence_aux_loss_of_rank(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    lengths: Tensor,
+    topk: int,
+    coeff: float,
+    cu_seqlens: Tensor | None = None,
+    token_mask: Tensor | None = None,
+    workspace: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """The loss of ``sums`` [sequences], or of this rank's own, where all ranks have ``lengths``."""
+    workspace = check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
+    inputs = probs, checks.constant(tokens_per_expert), cu_seqlens, token_mask
+    if sums is None:
+        torch.ops.moe.sequence_aux_loss_tile_sums(*inputs, workspace)
+    loss, _ = torch.ops.moe.sequence_aux_loss_from_tile_sums(
+        *inputs, topk, coeff, workspace, sums, lengths
+    )
+    return loss
+
+
+torch.library.define(
+    "moe::sequence_aux_loss_sums_of_rank",
+    "(Tensor probs, Tensor tokens_per_expert, int topk, int size, Tensor? cu_seqlens=None, "
+    "Tensor? token_mask=None, Tensor(a!)? workspace=None) -> Tensor",
+)
+torch.library.impl(
+    "moe::sequence_aux_loss_sums_of_rank",
+    "CompositeImplicitAutograd",
+    _sequence_aux_loss_sums_of_rank,
+)
+torch.library.define(
+    "moe::sequence_aux_loss_of_rank",
+    "(Tensor probs, Tensor tokens_per_expert, Tensor lengths, int topk, float coeff, "
+    "Tensor? cu_seqlens=None, Tensor? token_mask=None, Tensor(a!)? workspace=None, "
+    "Tensor? sums=None) -> Tensor",
+)
+torch.library.impl(
+    "moe::sequence_aux_loss_of_rank", "CompositeImplicitAutograd", _sequence_aux_loss_of_rank
+)
