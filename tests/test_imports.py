@@ -145,6 +145,7 @@ ALLOWED = {
     "batching": set(),
     "testing": {"testing"},
     "benchmarks": {"api", "benchmarks", "testing", "kernels", "nn"},
+    "check": {"api", "check", "distributed", "testing"},
     "distributed": {"api", "distributed", "ops", "checks", "fixed_order"},
 }
 ROOMS = ("aux_loss", "expert_permutation", "sequence_aux_loss", "weighted_restore")

@@ -1,0 +1,63 @@
+"""The losses over ranks, of a batch that the ranks share by tiles: digests of one process."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import distributed
+from .cases import (
+    COEFF,
+    LOSS_EXPERTS,
+    LOSS_TOKENS,
+    TOPK,
+    Results,
+    floats,
+    loss_inputs,
+    sequence_inputs,
+)
+
+
+def _own(group: "dist.ProcessGroup") -> slice:
+    """This rank's tokens: whole tiles, as evenly as they go, the rest on the last rank."""
+    tile = distributed.tile_tokens(LOSS_EXPERTS)
+    tiles = LOSS_TOKENS // tile
+    cuts = [tiles * rank // group.size() * tile for rank in range(group.size())] + [LOSS_TOKENS]
+    return slice(*list(itertools.pairwise(cuts))[group.rank()])
+
+
+def _joined(part: Tensor, dim: int, group: "dist.ProcessGroup") -> Tensor:
+    parts: list[Tensor] = [part] * group.size()
+    dist.all_gather_object(parts, part.cpu(), group=group)
+    return torch.cat(parts, dim)
+
+
+def aux_loss(device: torch.device, group: "dist.ProcessGroup") -> Results:
+    """Those of the case "aux_loss, float32"."""
+    probs, ids = loss_inputs()
+    own = _own(group)
+    counts = torch.bincount(ids[own].flatten(), minlength=LOSS_EXPERTS).to(device)
+    leaf = probs[own].to(device).requires_grad_()
+    loss = distributed.aux_loss(leaf, counts, len(leaf), LOSS_EXPERTS, TOPK, COEFF, group)
+    return _results(loss, leaf, 4, 0, group)
+
+
+def sequence_aux_loss(device: torch.device, group: "dist.ProcessGroup") -> Results:
+    """Those of the case "sequence_aux_loss, batch"."""
+    probs, counts = sequence_inputs()
+    # Of the counts, all from rank 0: their sum over the ranks is what counts.
+    counts = counts * (group.rank() == 0)
+    leaf = probs[:, _own(group)].to(device).requires_grad_()
+    loss = distributed.sequence_aux_loss(leaf, counts.to(device), TOPK, COEFF, group)
+    return _results(loss, leaf, 7, 1, group)
+
+
+def _results(
+    loss: Tensor, leaf: Tensor, seed: int, dim: int, group: "dist.ProcessGroup"
+) -> Results:
+    (grad,) = torch.autograd.grad(loss, leaf, floats(seed=seed).to(loss.device))
+    return {"loss": loss, "gradient of probs": _joined(grad, dim, group)}
+
+
+OF_RANKS = {"aux_loss, float32": aux_loss, "sequence_aux_loss, batch": sequence_aux_loss}
