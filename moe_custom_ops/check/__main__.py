@@ -103,4 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # Past the interpreter's shutdown, which a thread of gloo that still holds a tensor would abort.
+    os._exit(code)
