@@ -1,0 +1,429 @@
+"""Megatron-Core: router, token dispatchers, and the three functions of its MoE utilities.
+
+    from moe_custom_ops.integrations.megatron import convert
+
+    convert(model)      # once the model is built
+
+or, where a layer is specified: ``MoESubmodules(router=TopKRouter, ...)``, and a dispatcher in place
+of ``layer.token_dispatcher``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..aux_loss import aux_loss
+from ..expert_permutation import (
+    expert_permutation_from_counts,
+    expert_permutation_from_map,
+)
+from ..weighted_restore import (
+    inverse_permutation,
+    permute_with_scores,
+    restore,
+    weighted_restore,
+)
+from ..weighted_restore import permute as permute_rows
+from .versions import require
+
+require("megatron.core", "megatron-core", "0.16", "0.17")
+
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe import router as library_router  # noqa: E402
+
+
+def switch_load_balancing_loss_func(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: Tensor | int,
+    topk: int,
+    num_experts: int,
+    moe_aux_loss_coeff: float,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Megatron-Core's function by :func:`moe_custom_ops.aux_loss`: one kernel, one order of sums.
+
+    Args:
+        probs: [tokens, columns]; a sequence-level loss has the sequences side by side.
+        tokens_per_expert: [columns].
+        total_num_tokens: an int, or a tensor, a fraction under a padding mask included.
+        topk: experts per token.
+        num_experts: experts of the layer.
+        moe_aux_loss_coeff: weight of the loss.
+        fused: taken and not used: there is one implementation, and it is fused.
+        padding_mask: bool [tokens], True for the tokens that count. (A router's mask has the other
+            polarity: True is padding.)
+
+    Returns:
+        0-dim tensor of the dtype that the library's product of ``probs``, counts and total has.
+
+    What differs in numbers: the sum over the tokens is a tree in float32, the scale is rounded once
+    from float64.
+    """
+    loss = aux_loss(
+        probs,
+        tokens_per_expert,
+        total_num_tokens,
+        num_experts,
+        topk,
+        float(moe_aux_loss_coeff),
+        token_mask=padding_mask,
+    )
+    dtype = torch.promote_types(probs.dtype, tokens_per_expert.dtype)
+    if isinstance(total_num_tokens, Tensor):
+        dtype = torch.promote_types(dtype, (1.0 / total_num_tokens.new_ones(())).dtype)
+    return loss.to(dtype)
+
+
+class TopKRouter(library_router.TopKRouter):  # type: ignore[misc]
+    """The library's router, whose losses are :func:`switch_load_balancing_loss_func` of here."""
+
+    def _loss(self, scores: Tensor, counts: Tensor, total: Tensor | int, coeff: float) -> Tensor:
+        return switch_load_balancing_loss_func(
+            scores, counts, total, self.topk, self.config.num_moe_experts, coeff
+        )
+
+    def _apply_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        coeff = self.get_aux_loss_coeff("aux_loss")
+        if coeff == 0:
+            return probs
+        group = self.tp_cp_group
+        counts, own_total, total = _counts(routing_map, group, self.topk, with_padding_mask)
+        loss = self._loss(scores_for_aux_loss, counts, total, coeff)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, loss, "load_balancing_loss", group, valid_token_count=own_total
+        )
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        coeff = self.get_aux_loss_coeff("seq_aux_loss")
+        if coeff == 0:
+            return probs
+        group = self.tp_cp_group
+        # Sequence-first: a position's sequences lie side by side, as columns.
+        scores, routing_map = (
+            x.reshape(seq_length, -1) for x in (scores_for_aux_loss, routing_map)
+        )
+        counts, own_total, total = _counts(routing_map, group, self.topk * bsz, with_padding_mask)
+        loss = self._loss(scores, counts, total, coeff) / bsz
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, loss, "seq_load_balancing_loss", group, valid_token_count=own_total
+        )
+
+    def _apply_global_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        coeff = self.get_aux_loss_coeff("global_aux_loss")
+        if coeff == 0:
+            return probs
+        group = self.tp_dp_cp_group
+        counts, own_total, total = _counts(routing_map, group, self.topk, with_padding_mask)
+        self.global_tokens_per_expert += counts
+        self.ga_steps += 1
+        mean = self.global_tokens_per_expert / self.ga_steps
+        loss = self._loss(scores_for_aux_loss, mean, total, coeff)
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coeff,
+            loss,
+            "global_load_balancing_loss",
+            group,
+            reduce_group_has_dp=True,
+            valid_token_count=own_total,
+        )
+
+
+def _counts(
+    routing_map: Tensor, group: Any, topk: int, with_padding_mask: bool
+) -> tuple[Tensor, Any, Any]:
+    """(counts, own tokens, all tokens) over ``group``, as the library has them."""
+    return moe_utils.get_tokens_per_expert_and_token_count(
+        routing_map=routing_map,
+        reduce_group=group,
+        topk=topk,
+        with_padding_mask=with_padding_mask,
+    )
+
+
+def _refuse(config: Any) -> None:
+    for option in ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"):
+        expected = "False with this dispatcher; leave the library's in place for it"
+        checks.value(not getattr(config, option, False), "convert", option, expected, True)
+
+
+def _by_map(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, topk: int, num_rows: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(rows in expert-major order, their probs, the order) of tokens by a bool map."""
+    order, _, offsets = expert_permutation_from_map(routing_map, topk, num_rows=num_rows)
+    inverse = inverse_permutation(order, tokens.shape[0], topk)
+    rows = permute_rows(tokens, order, topk, inverse=inverse)
+    return rows, None if probs is None else _of_rows(probs, order, offsets, topk), order
+
+
+def _of_rows(probs: Tensor, order: Tensor, offsets: Tensor, topk: int) -> Tensor:
+    """The entry of ``probs`` [T, E] of each row's token and expert, 0 for padding."""
+    num_experts = probs.shape[1]
+    places = torch.arange(order.shape[0], device=order.device, dtype=offsets.dtype)
+    experts = torch.searchsorted(offsets, places, right=True).clamp(max=num_experts - 1)
+    entries = order.clamp(min=0).long() // topk * num_experts + experts
+    return torch.where(order >= 0, probs.reshape(-1).gather(0, entries), 0.0)
+
+
+class MoEAllGatherTokenDispatcher(token_dispatcher.MoEAllGatherTokenDispatcher):  # type: ignore[misc]
+    """The library's dispatcher with the copies of this package.
+
+    A token's rows are added in float32 and rounded once, without atomics; the library adds them
+    in the dtype of the rows. Counts go to the host once, as there: its experts want them so.
+    """
+
+    routing_map: Any
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _refuse(self.config)
+        own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.hidden_shape_before_permute = hidden_states.shape
+        self.local_map = self.routing_map[:, own].contiguous()
+        tokens_per_expert = self.local_map.sum(dim=0).long().cpu()
+        rows, row_probs, order = _by_map(
+            hidden_states,
+            self.local_map,
+            probs[:, own],
+            self._local_topk(),
+            int(tokens_per_expert.sum()),
+        )
+        assert row_probs is not None
+        self.reversed_local_input_permutation_mapping = order
+        self.local_probs, self.routing_map = row_probs, None
+        return rows, tokens_per_expert, row_probs
+
+    def _local_topk(self) -> int:
+        return min(self.router_topk, self.num_local_experts)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        order = self.reversed_local_input_permutation_mapping
+        num_tokens = self.hidden_shape_before_permute[0]
+        return restore(hidden_states, order, num_tokens, self._local_topk())
+
+
+class MoEAlltoAllTokenDispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """The library's dispatcher with the copies of this package: both permutations, both ways.
+
+    A token's rows are added in float32 and rounded once, without atomics; the library adds them
+    in the dtype of the rows. The order of the received rows is found on the device.
+    """
+
+    num_local_experts: int
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        tokens_per_expert = super().preprocess(routing_map)
+        # Before the library moves it to the host.
+        self._received = self.num_global_tokens_per_local_expert
+        return tokens_per_expert
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        _refuse(self.config)
+        self.hidden_shape = hidden_states.shape
+        self.probs, self.routing_map = probs, routing_map
+        hidden_states = hidden_states.view(-1, self.hidden_shape[-1])
+        self.tokens_per_expert = self.preprocess(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states.view(self.hidden_shape))
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_permutation_1", self.tokens_per_expert
+        )
+        self.hidden_shape_before_permute = hidden_states.shape
+        rows, row_probs, order = _by_map(
+            hidden_states,
+            routing_map,
+            probs,
+            self.config.moe_router_topk,
+            int(self.num_out_tokens),
+        )
+        assert row_probs is not None
+        self.reversed_local_input_permutation_mapping = order
+        return rows, row_probs
+
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # With one local expert the library moves rows between ranks, and reorders none.
+        num_local_experts, self.num_local_experts = self.num_local_experts, 1
+        try:
+            rows, tokens_per_expert, row_probs = super().dispatch_postprocess(
+                global_input_tokens, global_probs
+            )
+        finally:
+            self.num_local_experts = num_local_experts
+        if num_local_experts > 1:
+            counts = self._received.to(rows.device)
+            order, _, _ = expert_permutation_from_counts(counts, rows.shape[0])
+            self._local_order = order
+            inverse = inverse_permutation(order, rows.shape[0], 1)
+            rows, row_probs = permute_with_scores(rows, row_probs[:, None], order, inverse=inverse)
+        return rows, tokens_per_expert, row_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        num_local_experts, self.num_local_experts = self.num_local_experts, 1
+        try:
+            if num_local_experts > 1:
+                num_rows = hidden_states.shape[0]
+                hidden_states = restore(hidden_states, self._local_order, num_rows, 1)
+            return super().combine_preprocess(hidden_states)
+        finally:
+            self.num_local_experts = num_local_experts
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
+            self.shared_experts.post_forward_comm()
+        output = restore(
+            permutated_local_input_tokens,
+            self.reversed_local_input_permutation_mapping,
+            self.hidden_shape_before_permute[0],
+            self.config.moe_router_topk,
+        ).view(self.hidden_shape)
+        if self.shared_experts is not None:
+            output += self.shared_experts.get_output()
+        return output
+
+
+_CLASSES = {
+    library_router.TopKRouter: TopKRouter,
+    token_dispatcher.MoEAllGatherTokenDispatcher: MoEAllGatherTokenDispatcher,
+    token_dispatcher.MoEAlltoAllTokenDispatcher: MoEAlltoAllTokenDispatcher,
+}
+
+
+def convert(model: nn.Module) -> int:
+    """Give every MoE layer of ``model`` the router and the dispatcher of this module.
+
+    Weights, buffers and state stay. Routers and dispatchers of other classes are left alone.
+
+    Returns:
+        How many were changed.
+
+    Raises:
+        ValueError: a layer pads its experts' input (``moe_pad_expert_input_to_capacity``,
+            ``moe_router_padding_for_quantization``), or nothing in the model could be changed.
+    """
+    found: list[Any] = []
+    for part in model.modules():
+        for name in ("token_dispatcher", "router"):
+            thing: Any = getattr(part, name, None)
+            if type(thing) in _CLASSES:
+                _refuse(thing.config)
+                found.append(thing)
+    for thing in found:
+        thing.__class__ = _CLASSES[type(thing)]
+    expected = "with a TopKRouter, all-gather or all-to-all dispatcher of Megatron-Core"
+    checks.value(len(found) > 0, "convert", "model", expected, type(model).__name__)
+    return len(found)
+
+
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Megatron-Core's ``permute`` by the ops of this package.
+
+    Reads the number of rows, and the most experts that a token has, on the host, once per call (the
+    library reads the former); a dispatcher of this module reads neither.
+
+    Args:
+        tokens: [T, H].
+        routing_map: bool or integer [T, E], non-zero where a token has an expert.
+        probs: optional [T, E].
+        num_out_tokens: taken and not used: the map decides.
+        fused: taken and not used.
+        drop_and_pad: must be False.
+
+    Returns:
+        (rows [N, H], their probs [N] or None, the token of each row, int64 [N], which
+        :func:`unpermute` takes: that very tensor)
+    """
+    checks.value(not drop_and_pad, "permute", "drop_and_pad", "False", drop_and_pad)
+    checks.is_tensor("permute", "tokens", tokens)
+    checks.is_tensor("permute", "routing_map", routing_map)
+    checks.rank("permute", "routing_map", routing_map, "[tokens, experts]")
+    routing_map = routing_map.bool()
+    per_token = routing_map.sum(1)
+    num_rows = topk = 0
+    if per_token.numel():
+        num_rows, topk = torch.stack([per_token.sum(), per_token.max()]).tolist()
+    topk = max(topk, 1)
+    rows, row_probs, order = _by_map(tokens, routing_map, probs, topk, num_rows)
+    token_of_row = order.long() // topk
+    token_of_row.moe_order = order, topk  # type: ignore[attr-defined]
+    return rows, row_probs, token_of_row
+
+
+def unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: torch.Size,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> Tensor:
+    """Megatron-Core's ``unpermute`` by the ops of this package.
+
+    A token's rows are multiplied and added in float32 and rounded once, without atomics.
+
+    Args:
+        permuted_tokens: [N, H].
+        sorted_indices: the third result of :func:`permute`, itself: it carries the slots.
+        restore_shape: [T, H].
+        probs: optional [T, E], by which the rows are multiplied.
+        routing_map: [T, E]; needed with ``probs``.
+        fused: taken and not used.
+        drop_and_pad: must be False.
+
+    Returns:
+        [T, H] in the dtype of ``permuted_tokens``.
+    """
+    checks.value(not drop_and_pad, "unpermute", "drop_and_pad", "False", drop_and_pad)
+    checks.is_tensor("unpermute", "sorted_indices", sorted_indices)
+    expected = "the third result of this module's permute"
+    slots = getattr(sorted_indices, "moe_order", None)
+    checks.value(slots is not None, "unpermute", "sorted_indices", expected, "another tensor")
+    order, topk = slots  # type: ignore[misc]
+    num_tokens = restore_shape[0]
+    if probs is None:
+        return restore(permuted_tokens, order, num_tokens, topk)
+    checks.is_tensor("unpermute", "routing_map", routing_map)
+    assert routing_map is not None
+    offsets = routing_map.bool().sum(0).cumsum(0).int()
+    row_probs = _of_rows(probs, order, offsets, topk)
+    # Every row has a slot of its own, so nothing is added up here.
+    scores = row_probs.new_zeros(num_tokens * topk).scatter(0, order.long(), row_probs)
+    return weighted_restore(permuted_tokens, scores.view(num_tokens, topk), order)
