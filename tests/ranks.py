@@ -8,6 +8,7 @@ import datetime
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -65,8 +66,11 @@ def run_checks(
             join=False,
             start_method="forkserver",
         )
+        end = time.monotonic() + 240
         with contextlib.suppress(Exception):
-            context.join(timeout=240)
+            # It returns as soon as one of them has ended.
+            while not context.join(timeout=1) and time.monotonic() < end:
+                pass
         for process in context.processes:
             process.kill()
         outcomes: dict[str, str] = {}

@@ -334,7 +334,7 @@ def _aux_loss_sums_of_rank(
 
 torch.library.define(
     "moe::aux_loss_sums_of_rank",
-    "(Tensor probs, Tensor tokens_per_expert, int num_experts, int topk, int size, "
+    "(Tensor probs, Tensor tokens_per_expert, int num_experts, int topk, SymInt size, "
     "Tensor(a!)? workspace=None, Tensor? token_mask=None) -> Tensor",
 )
 torch.library.impl(

@@ -26,11 +26,23 @@ def sum_integers(parts: list[Tensor], group: "dist.ProcessGroup") -> list[Tensor
     """The sums over the group of int64 tensors, which stay as they are: one collective for all."""
     from torch.distributed import _functional_collectives as collectives
 
-    flat = torch.cat([part.reshape(-1) for part in parts])
+    flat = torch.cat([*(part.reshape(-1) for part in parts), *_distinct(parts[0])])
     # What a functional collective returns is read only once it has been waited for.
     summed = collectives.wait_tensor(collectives.all_reduce(flat, "sum", group))
-    pieces = summed.split([part.numel() for part in parts])
+    pieces = summed[: sum(part.numel() for part in parts)].split([part.numel() for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _distinct(like: Tensor) -> list[Tensor]:
+    """In a compiled graph, an element that no other message has and nobody reads.
+
+    A compiler makes one collective of two with equal messages. Where they are equal on one rank
+    alone, say because it has no tokens, the ranks would wait for different collectives. What it
+    never takes for equal are two uninitialised tensors.
+    """
+    if not torch.compiler.is_compiling():
+        return []
+    return [torch.empty(1, dtype=like.dtype, device=like.device)]
 
 
 def of_rank(part: Tensor, group: "dist.ProcessGroup") -> Tensor:

@@ -76,10 +76,10 @@ def aux_loss(
     not belong in the group, those that hold different tokens of one batch (data, context and
     sequence parallelism) do. A loss scale multiplies the incoming gradient, as of any loss.
 
-    Under ``torch.compile(fullgraph=True)`` it is one graph for all token counts, and with NCCL it
-    can be captured in a CUDA graph: no number is read on the host. Every rank of the group must
-    call it, one without tokens too. Arguments are checked before any collective. Whether the ranks
-    agree is checked under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (:func:`check_agreement`).
+    Under ``torch.compile(fullgraph=True)`` it is one graph for all token counts from 2 on, and with
+    NCCL it can be captured in a CUDA graph: no number is read on the host. Every rank of the group
+    must call it, one without tokens too. Arguments are checked before any collective. Whether the
+    ranks agree is checked under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (:func:`check_agreement`).
 
     Args:
         probs: this rank's router probabilities [tokens, columns]; float32, bfloat16, float16 or
@@ -228,7 +228,11 @@ def sequence_aux_loss(
 
     def check() -> dict[str, object]:
         sequence.check_types(*arguments)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            expected = "[batch, seq, experts]" if cu_seqlens is None else "[tokens, experts]"
+            checks.rank(op, "probs", probs, expected)
+            checks.rank(op, "tokens_per_expert", tokens_per_expert, "[sequences, experts]")
+        else:
             sequence_ops.check(probs, tokens_per_expert, topk, *arguments[4:])
         _check_integers(op, tokens_per_expert)
         length = probs.shape[-2]
@@ -256,7 +260,7 @@ def sequence_aux_loss(
     own_sums = torch.ops.moe.sequence_aux_loss_sums_of_rank(
         probs_value, counts, topk, size, cu_seqlens, token_mask, workspace
     )
-    sums = fixed_order.tree_sum(in_order(gather(own_sums, group), tiles), dim=1).contiguous()
+    sums = in_order(gather(own_sums, group), tiles)
     return torch.ops.moe.sequence_aux_loss_of_rank(
         probs, counts, lengths, topk, coeff, cu_seqlens, token_mask, workspace, sums
     )
@@ -321,18 +325,29 @@ def _check_aux_loss(
         aux.check_types(*arguments)
         probs, tokens_per_expert, total, num_experts, topk, coeff, workspace, mask = arguments
         numbers = num_experts, topk
-        # A compiler cannot trace it; there the ops check, before anything has run.
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            # Nothing traces the rest, which the ops check later, but before anything has run.
+            checks.rank(op, "probs", probs, "[tokens, columns]")
+            if not isinstance(total, Tensor):
+                # No text takes a symbolic number.
+                least = 1 if mask is None and probs.shape[0] > 0 else 0
+                if total < least:
+                    raise ValueError(
+                        f"{op}: total_num_tokens must be at least {least}, got a lower number"
+                    )
+        else:
             aux_ops.check(probs, tokens_per_expert, total, *numbers, workspace, mask)
         _check_integers(op, tokens_per_expert)
         if isinstance(total, Tensor):
             note = _INTEGERS_NOTE if total.is_floating_point() else ""
             checks.dtype(op, "total_num_tokens", total, checks.INDEX_DTYPES, note)
         _check_message(op, reduction, probs.shape[0], max_tokens, (1, probs.shape[1]))
+        columns = {"columns of probs": probs.shape[1], "num_experts": num_experts}
+        values = columns | _values(probs, topk, coeff, reduction, max_tokens)
         if state:
             _check_state(op, probs, *state)
-        columns = {"columns of probs": probs.shape[1], "num_experts": num_experts}
-        return columns | _values(probs, topk, coeff, reduction, max_tokens)
+            values |= dict(zip(("running_counts", "num_steps"), state, strict=True))
+        return values
 
     checked(op, group, check)
 
@@ -356,6 +371,8 @@ def _check_message(
     room = _message_tiles(None, num_columns, num_sequences) * fixed_order.tile_tokens(num_columns)
     if max_tokens is not None:
         checks.integer(op, "max_tokens", max_tokens, 0)
+        if max_tokens >= 2**31:
+            raise ValueError(f"{op}: max_tokens must be less than 2**31, got a larger number")
         room = max_tokens
     # Written into a text, a symbolic number becomes a constant.
     if num_tokens > room:

@@ -267,17 +267,22 @@ def _of_sequences(
     return sums, lengths
 
 
-def _check_given(
+def _given(
     tokens_per_expert: Tensor, sums: Tensor, lengths: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """(sums, lengths) of the sequences, checked, the sums of all ranks' tiles added up."""
     checks.value(lengths is not None, OP, "lengths", "given with sums", None)
     assert lengths is not None
-    for name, given, kind in (("sums", sums, dtype), ("lengths", lengths, torch.int64)):
-        checks.dtype(OP, name, given, (kind,))
-        expected = [tokens_per_expert.shape[0]]
-        checks.same_shape(OP, name, given, expected, f"[sequences] = {expected}")
-        checks.value(given.is_contiguous(), OP, name, "contiguous", f"strides {given.stride()}")
-    return lengths
+    num_sequences = tokens_per_expert.shape[0]
+    checks.dtype(OP, "sums", sums, (dtype,))
+    expected = f"[sequences] or [sequences, tiles], with sequences = {num_sequences}"
+    rows = sums.dim() in (1, 2) and sums.shape[0] == num_sequences
+    checks.shape(OP, "sums", sums, expected, rows)
+    checks.dtype(OP, "lengths", lengths, (torch.int64,))
+    expected = f"[sequences] = [{num_sequences}]"
+    checks.same_shape(OP, "lengths", lengths, [num_sequences], expected)
+    sums = tree_sum(sums, dim=1) if sums.dim() == 2 else sums
+    return sums.contiguous(), lengths.contiguous()
 
 
 @torch.library.custom_op(
@@ -296,15 +301,15 @@ def sequence_aux_loss_from_tile_sums(
 ) -> tuple[Tensor, Tensor]:
     """(loss, C [sequences]) from what ``workspace`` holds.
 
-    ``sums`` and ``lengths`` int64 [sequences] take the place of its own where the sequences have
-    tokens on other ranks too.
+    Where the sequences have tokens on other ranks too, ``lengths`` int64 [sequences] and the
+    ``sums`` of all tiles in order [sequences, tiles] take the place of its own.
     """
     if sums is None:
         checks.value(workspace is not None, OP, "workspace", "given without sums", None)
         assert workspace is not None
         sums, own_lengths = _of_sequences(probs, tokens_per_expert, cu_seqlens, workspace)
         lengths = own_lengths if lengths is None else lengths
-    lengths = _check_given(tokens_per_expert, sums, lengths, accumulator_dtype(probs.dtype))
+    sums, lengths = _given(tokens_per_expert, sums, lengths, accumulator_dtype(probs.dtype))
     results = _empty_results(probs, tokens_per_expert)
     num_experts = tokens_per_expert.shape[1]
     computed = reference.loss_from_sums(sums, lengths, num_experts, topk, coeff)
@@ -340,7 +345,7 @@ def _sequence_aux_loss_from_tile_sums_cuda(
         sums, own_lengths = torch.empty_like(scales), torch.empty_like(scales, dtype=torch.int64)
         add_slots(partials, tile_lengths, cu_seqlens, sums, own_lengths)
         lengths = own_lengths if lengths is None else lengths
-    lengths = _check_given(tokens_per_expert, sums, lengths, scales.dtype)
+    sums, lengths = _given(tokens_per_expert, sums, lengths, scales.dtype)
     add_sequences(sums, lengths, loss, scales, float64_bits(num_experts * coeff / topk))
     return loss, scales
 
@@ -476,7 +481,7 @@ def _sequence_aux_loss_of_rank(
     workspace: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Tensor:
-    """The loss of ``sums`` [sequences], or of this rank's own, where all ranks have ``lengths``."""
+    """The loss of the ``sums`` of all ranks' tiles, or of this rank's own; ``lengths`` of all."""
     workspace = check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
     inputs = probs, checks.constant(tokens_per_expert), cu_seqlens, token_mask
     if sums is None:
@@ -489,7 +494,7 @@ def _sequence_aux_loss_of_rank(
 
 torch.library.define(
     "moe::sequence_aux_loss_sums_of_rank",
-    "(Tensor probs, Tensor tokens_per_expert, int topk, int size, Tensor? cu_seqlens=None, "
+    "(Tensor probs, Tensor tokens_per_expert, int topk, SymInt size, Tensor? cu_seqlens=None, "
     "Tensor? token_mask=None, Tensor(a!)? workspace=None) -> Tensor",
 )
 torch.library.impl(

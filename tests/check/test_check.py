@@ -1,6 +1,7 @@
 """The committed digests, on the CPU, by the kernels and over ranks, and what the command says."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -75,22 +76,86 @@ def test_the_command_names_what_differs(capsys, monkeypatch):
 
 def test_the_ranks_that_differ_are_named(capsys):
     good, bad = {"restore": [], "permute": []}, {"restore": ["out is a, must be b"], "permute": []}
-    assert not command._report([good, bad, good, bad])
+    assert not command.report([good, bad, {"permute": []}, bad])
     out = capsys.readouterr().out
-    assert "differs on ranks 1, 3" in out and "rank 3: out is a, must be b" in out
-    assert "4 ranks: NOT all equal" in out
+    assert "differs on ranks 1, 2, 3" in out and "rank 3: out is a, must be b" in out
+    assert "rank 2: did not come to it" in out
+    assert command.report([good, good])
 
 
-def test_under_torchrun(root):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    result = subprocess.run(
-        [*launcher, "-m", "moe_custom_ops.check", "--device", "cpu"],
+def under_torchrun(root, code, ranks=3):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launcher, f"--nproc-per-node={ranks}", *code],
         cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def test_under_torchrun(root):
+    result = under_torchrun(root, ["-m", "moe_custom_ops.check", "--device", "cpu"])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "aux_loss, float32, over ranks              equal\n" in result.stdout
     assert "sequence_aux_loss, batch, over ranks       equal\n" in result.stdout
     assert "3 ranks: every result has the bits of this package\n" in result.stdout
+
+
+BROKEN = """
+import datetime, os, sys
+import moe_custom_ops.check.__main__ as command
+from moe_custom_ops.check import cases
+from moe_custom_ops.distributed import losses
+
+def broken(*arguments):
+    raise RuntimeError("no kernel image")
+
+command.COLLECTIVE = command.OUTCOME = datetime.timedelta(seconds=10)
+if os.environ["RANK"] == "1":
+    if sys.argv[1] == "local":
+        command.CASES["restore"] = broken
+    else:
+        losses.gather = broken
+code = command.main(["--device", "cpu"])
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize("where", ["local", "over ranks"])
+def test_a_rank_that_fails_is_named(where, root, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    result = under_torchrun(root, [str(script), where], ranks=2)
+    assert result.returncode != 0
+    assert "rank 1: RuntimeError: no kernel image" in result.stdout, result.stderr
+    assert "2 ranks: NOT all equal\n" in result.stdout
+    assert "permute_with_scores                        equal\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "xpu"], "invalid choice: 'xpu'"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device cuda: PyTorch sees no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_devices_that_are_not_there(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_failures_are_not_committed(monkeypatch, capsys):
+    before = command.GOLDEN.read_text()
+    monkeypatch.setitem(command.CASES, "restore", lambda device: 1 / 0)
+    with pytest.raises(SystemExit):
+        command.main(["--device", "cpu", "--write"])
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert command.GOLDEN.read_text() == before

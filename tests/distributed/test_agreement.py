@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from moe_custom_ops import aux_loss_workspace_size
 from moe_custom_ops.distributed import (
@@ -75,6 +76,58 @@ def check_values_that_differ_are_named_on_every_rank(group):
         ValueError, match="check_agreement: the ranks must be called alike, got seed"
     ):
         check_agreement(group, seed=group.rank())
+    state = {"running_counts": torch.zeros(8, dtype=torch.int64), "num_steps": 0}
+    for name, value, message in (
+        ("num_steps", 3, "num_steps is 0 on rank.*, 3 on rank 1"),
+        ("running_counts", COUNTS, r"running_counts is tensor.*on ranks 0 2, tensor.*on rank 1"),
+    ):
+        change = {name: value} if odd else {}
+        with pytest.raises(ValueError, match=f"running_aux_loss: .*{message}"):
+            call(running_aux_loss, group=group, **{**state, **change})
+
+
+def check_values_of_any_kind(group):
+    odd = group.rank() == 1
+    large = torch.zeros(2000)
+    large[1000] = float(odd)
+    for values in (
+        {"x": large},
+        {"x": torch.tensor(0.1 + 1e-6 * odd)},
+        {"x": torch.zeros(3 if odd else 2)},
+        {"x": torch.zeros(2, dtype=torch.float64 if odd else torch.float32)},
+        {"x": torch.zeros(2) if odd else 0.0},
+        {"x": None} if odd else {},
+        {"x": (1, odd)},
+    ):
+        with pytest.raises(ValueError, match=r"x is .* on ranks 0 2, .* on rank 1"):
+            check_agreement(group, **values)
+    for values in (
+        {"x": 1 if odd else 1.0, "y": float("nan")},
+        {"x": {"a": 1, "b": 2} if odd else {"b": 2, "a": 1}},
+        {"x": [torch.zeros(2)]},
+        {},
+    ):
+        check_agreement(group, **values)
+    unpicklable = {"x": lambda: 0} if odd else {"x": 0}
+    with pytest.raises(Exception, match=r"pickle|refused their arguments; rank 1"):
+        check_agreement(group, **unpicklable)
+
+
+def check_ranks_are_those_of_the_job(group):
+    part = dist.new_group([1, 2])
+    if group.rank() > 0:
+        with pytest.raises(ValueError, match="x is 1 on rank 1, 2 on rank 2"):
+            check_agreement(part, x=group.rank())
+
+
+def check_every_kind_of_refusal_stops_all(group):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    with forward_ad.dual_level():
+        odd = group.rank() == 1
+        probs = forward_ad.make_dual(PROBS, PROBS) if odd else PROBS
+        error = NotImplementedError if odd else ValueError
+        with pytest.raises(error, match="forward-mode AD is not implemented"):
+            call(group=group, probs=probs)
 
 
 def check_a_rank_that_is_refused_stops_all(group):
@@ -126,8 +179,20 @@ def check_a_refusal_comes_before_any_collective(group):
         for change, error, message in refusals:
             with pytest.raises(error, match=message):
                 call(group=group, **change)
-        with pytest.raises(Exception, match="topk must be at least 1"):
-            compile_fresh(functools.partial(call, group=group, topk=0), "aot_eager")()
+        for change, message in (
+            ({"topk": 0}, "topk must be at least 1"),
+            ({"total_num_tokens": 0}, "total_num_tokens must be at least 1, got a lower"),
+            ({"total_num_tokens": -1}, "total_num_tokens must be at least 1, got a lower"),
+            ({"probs": PROBS[0]}, "probs must be of shape .tokens, columns., got"),
+            ({"probs": PROBS[None]}, "probs must be of shape .tokens, columns., got"),
+            ({"max_tokens": 2**31}, "max_tokens must be less than 2..31"),
+        ):
+            with pytest.raises(Exception, match=message):
+                compile_fresh(functools.partial(call, group=group, **change), "aot_eager")()
+        with pytest.raises(Exception, match=r"probs must be of shape .batch, seq, experts., got"):
+            compile_fresh(
+                lambda: sequence_aux_loss(PROBS, COUNTS[None], 2, 0.1, group), "aot_eager"
+            )()
 
 
 CHECKS = [
@@ -135,6 +200,9 @@ CHECKS = [
     check_nothing_is_said_where_all_is_equal,
     check_values_that_differ_are_named_on_every_rank,
     check_a_rank_that_is_refused_stops_all,
+    check_values_of_any_kind,
+    check_ranks_are_those_of_the_job,
+    check_every_kind_of_refusal_stops_all,
 ]
 
 

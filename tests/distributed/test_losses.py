@@ -303,6 +303,40 @@ def check_sequences_compiled(group):
     assert_same_bits(grad, gradient[:, own])
 
 
+def check_equal_messages_of_one_rank_stay_two(group):
+    """One rank, without tokens, has the same counts for two layers: its graph has two messages."""
+    device, start = device_of(group), group.rank() == 0
+    num_tokens = 0 if start else TILE
+    probs = [torch.rand(num_tokens, EXPERTS, device=device).requires_grad_() for _ in range(2)]
+    counts = [counts_of(p.topk(TOPK).indices.cpu()).to(device) for p in probs]
+    counts = [counts[0], counts[0]] if start else counts
+    for reduction in ("global", "partial"):
+
+        def layers(first, second, n, m, reduction=reduction):
+            call = functools.partial(aux_loss, group=group, reduction=reduction)
+            numbers = EXPERTS, TOPK, COEFF
+            return call(first, n, len(first), *numbers), call(second, m, len(second), *numbers)
+
+        expected = layers(*probs, *counts)
+        for backend in ("aot_eager", "inductor"):
+            actual = compile_fresh(layers, backend)(*probs, *counts)
+            for a, b in zip(actual, expected, strict=True):
+                assert_same_bits(a, b)
+
+
+def check_one_graph_for_all_numbers_of_sequences(group):
+    device = device_of(group)
+    compiled = compile_fresh(lambda p, c: sequence_aux_loss(p, c, TOPK, COEFF, group), "aot_eager")
+    for num_sequences in range(2, 14):
+        generator = torch.Generator().manual_seed(num_sequences)
+        probs = torch.rand(num_sequences, 12, EXPERTS, generator=generator).to(device)
+        counts = torch.ones(num_sequences, EXPERTS, dtype=torch.int64, device=device)
+        call = probs, counts
+        expected = sequence_aux_loss(*call, TOPK, COEFF, group)
+        assert_same_bits(compiled(*call), expected)
+    assert graphs() == 1
+
+
 def check_no_token_anywhere(group):
     device = device_of(group)
     probs = torch.rand(0, EXPERTS, device=device)
@@ -380,6 +414,8 @@ CHECKS = [
     check_sequences,
     check_packs,
     check_sequences_compiled,
+    check_equal_messages_of_one_rank_stay_two,
+    check_one_graph_for_all_numbers_of_sequences,
     check_no_token_anywhere,
     check_capture,
 ]

@@ -37,7 +37,7 @@ def test_opcheck_of_sequence_aux_loss(requires_grad, packed):
     opcheck(OPS.sequence_aux_loss_sums_of_rank.default, call)
     probs.requires_grad_(requires_grad)
     lengths = torch.tensor([900, 700])
-    for sums in (None, torch.rand(2)):
+    for sums in (None, torch.rand(2), torch.rand(2, 5)):
         call = (probs, counts, lengths, 2, 0.1, cu_seqlens, mask, None, sums)
         opcheck(OPS.sequence_aux_loss_of_rank.default, call)
 
@@ -61,7 +61,13 @@ def test_sums_that_are_refused(sums, workspace, error, message):
     ("sums", "lengths", "error", "message"),
     [
         (torch.rand(2), None, ValueError, "lengths must be given with sums, got None"),
-        (torch.rand(3), torch.ones(2).long(), ValueError, r"sums must be of shape \[sequences\]"),
+        (
+            torch.rand(3),
+            torch.ones(2).long(),
+            ValueError,
+            r"sums must be of shape \[sequences\] or",
+        ),
+        (torch.rand(2), torch.ones(3).long(), ValueError, "lengths must be of shape"),
         (torch.rand(2), torch.ones(2), TypeError, "lengths must be int64, got float32"),
         (None, torch.ones(2).long(), ValueError, "workspace must be given without sums"),
     ],
