@@ -24,6 +24,6 @@ def test_the_tests_that_show_the_promises_exist(root):
 
 
 def test_every_link_leads_somewhere(root):
-    for page in ("README.md", "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", (root / page).read_text()):
-            assert (root / target).exists(), target
+    for page in (root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -36,3 +36,15 @@ def test_cuda_graph_step(root):
         pytest.skip("needs an NVIDIA GPU; the example says so too")
     assert "every parameter has the same bits: True" in out
     assert "so have loss and gradient norm of every step: True" in out
+
+
+def test_rounding(root):
+    out = run_example("rounding.py", root)
+    errors = dict(line.rsplit(": ", 1) for line in out.splitlines() if "not installed" not in line)
+    for dtype in ("float32", "bfloat16"):
+        # Of one rounding to bf16: a quarter of its spacing on average, 2**-9, no more than 2**-8.
+        own = float(errors[f"moe_custom_ops, {dtype} scores"])
+        assert 0 < own < 2**-8
+        for name, error in errors.items():
+            if name.endswith(f"{dtype} scores"):
+                assert own <= float(error), name
