@@ -425,24 +425,32 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
 sequence_aux_loss_from_tile_sums.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _sequence_aux_loss(
+def _sequence_aux_loss_of_rank(
     probs: Tensor,
     tokens_per_expert: Tensor,
+    lengths: Tensor | None,
     topk: int,
     coeff: float,
     cu_seqlens: Tensor | None = None,
     token_mask: Tensor | None = None,
     workspace: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
+    """The loss of the ``sums`` and ``lengths`` of all ranks, or of this rank's own."""
     workspace = check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
-    tokens_per_expert = checks.constant(tokens_per_expert)
-    torch.ops.moe.sequence_aux_loss_tile_sums(
-        probs, tokens_per_expert, cu_seqlens, token_mask, workspace
-    )
+    inputs = probs, checks.constant(tokens_per_expert), cu_seqlens, token_mask
+    if sums is None:
+        torch.ops.moe.sequence_aux_loss_tile_sums(*inputs, workspace)
     loss, _ = torch.ops.moe.sequence_aux_loss_from_tile_sums(
-        probs, tokens_per_expert, cu_seqlens, token_mask, topk, coeff, workspace
+        *inputs, topk, coeff, workspace, sums, lengths
     )
     return loss
+
+
+def _sequence_aux_loss(
+    probs: Tensor, tokens_per_expert: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    return _sequence_aux_loss_of_rank(probs, tokens_per_expert, None, *rest, **options)
 
 
 torch.library.define(
@@ -468,28 +476,6 @@ def _sequence_aux_loss_sums_of_rank(
     inputs = probs, tokens_per_expert, cu_seqlens
     torch.ops.moe.sequence_aux_loss_tile_sums(*inputs, token_mask, workspace)
     return torch.ops.moe.sequence_aux_loss_padded_sums(*inputs, workspace, size)
-
-
-def _sequence_aux_loss_of_rank(
-    probs: Tensor,
-    tokens_per_expert: Tensor,
-    lengths: Tensor,
-    topk: int,
-    coeff: float,
-    cu_seqlens: Tensor | None = None,
-    token_mask: Tensor | None = None,
-    workspace: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> Tensor:
-    """The loss of the ``sums`` of all ranks' tiles, or of this rank's own; ``lengths`` of all."""
-    workspace = check(probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace)
-    inputs = probs, checks.constant(tokens_per_expert), cu_seqlens, token_mask
-    if sums is None:
-        torch.ops.moe.sequence_aux_loss_tile_sums(*inputs, workspace)
-    loss, _ = torch.ops.moe.sequence_aux_loss_from_tile_sums(
-        *inputs, topk, coeff, workspace, sums, lengths
-    )
-    return loss
 
 
 torch.library.define(
