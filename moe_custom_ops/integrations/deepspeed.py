@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..weighted_restore import weighted_restore
+from .versions import require
 
 FUSED = "fused_weighted_sum"
 _LIBRARY_OPS = "fused_token_ops"
@@ -43,7 +44,9 @@ def fused_weighted_restore(
     checks.is_tensor(op, "combined_rows", combined_rows)
     checks.is_tensor(op, "top_scores", top_scores)
     checks.integer(op, "top_k", top_k, 1)
-    checks.value(len(shape) == 3, op, "shape", "(batch, seq, hidden)", tuple(shape))
+    sizes = shape if isinstance(shape, list | tuple) else ()
+    is_shape = len(sizes) == 3 and all(isinstance(n, int) and n >= 0 for n in sizes)
+    checks.value(is_shape, op, "shape", "(batch, seq, hidden)", shape)
     batch, seq, hidden = shape
     expected = f"of {batch} * {seq} * {top_k} scores"
     checks.value(
@@ -76,7 +79,20 @@ def check_config(
     Raises:
         ValueError: with all reasons.
     """
+    sizes = (
+        ("tensor_parallel.autotp_size", tensor_parallel_size),
+        ("expert_tensor_parallel_size", expert_tensor_parallel_size),
+    )
+    known = ("comm", "deepep")
     refusals = [
+        *(
+            (not isinstance(size, int) or size < 1, f"{name} must be an int of 1, got {size!r}")
+            for name, size in sizes
+        ),
+        (
+            comm_backend not in known,
+            f"comm_backend must be 'comm', got {comm_backend!r}, which is not known",
+        ),
         (
             score_apply != "post",
             f"score_apply must be 'post', got {score_apply!r}: use combine_impl='weighted_sum'",
@@ -86,12 +102,12 @@ def check_config(
             f"combine_impl must be 'auto' or {FUSED!r}, got {combine_impl!r}: it asks for another",
         ),
         (
-            tensor_parallel_size > 1,
+            isinstance(tensor_parallel_size, int) and tensor_parallel_size > 1,
             f"tensor_parallel.autotp_size must be 1, got {tensor_parallel_size}: folded tensor "
             "parallelism restores tokens from its own metadata",
         ),
         (
-            expert_tensor_parallel_size > 1,
+            isinstance(expert_tensor_parallel_size, int) and expert_tensor_parallel_size > 1,
             f"expert_tensor_parallel_size must be 1, got {expert_tensor_parallel_size}",
         ),
         (comm_backend == "deepep", "comm_backend must be 'comm', got 'deepep', which reduces"),
@@ -109,25 +125,35 @@ def select(layer: Any, **config: Any) -> None:
     CPUs and in float64 too.
 
     Args:
-        layer: has ``combine_impl`` and ``score_apply``.
+        layer: has ``combine_impl`` and ``score_apply``. Its "weighted_sum" is taken for the default
+            that "auto" resolves to, which it cannot be told from.
         **config: as of :func:`check_config`, where the layer does not know.
 
     Raises:
         ValueError: as :func:`check_config`; or the layer is none of AutoEP's.
+
+    Another version of DeepSpeed than a tested one gives one warning.
     """
-    module = sys.modules[type(layer).__module__]
-    ops = getattr(module, _LIBRARY_OPS, None)
-    is_layer = ops is not None and hasattr(layer, "combine_impl")
+    modules = [sys.modules.get(cls.__module__) for cls in type(layer).__mro__]
+    module = next((module for module in modules if hasattr(module, _LIBRARY_OPS)), None)
+    is_layer = module is not None and hasattr(layer, "combine_impl")
     checks.value(is_layer, "select", "layer", "a layer of AutoEP", type(layer).__name__)
+    assert module is not None
+    if module.__name__.startswith("deepspeed"):
+        require("deepspeed", "deepspeed", "0.19", "0.20")
+    ops = getattr(module, _LIBRARY_OPS)
+    folding = getattr(getattr(layer, "folding_group_handles", None), "spec", None)
+    # Of one rank nothing is exchanged, by any backend.
+    backend = getattr(layer, "comm_backend", "comm") if getattr(layer, "ep_size", 2) > 1 else "comm"
     known = {
         "score_apply": layer.score_apply,
-        # What "auto" resolves to is no request.
         "combine_impl": "auto" if layer.combine_impl == "weighted_sum" else layer.combine_impl,
-        "comm_backend": getattr(layer, "comm_backend", "comm"),
+        "tensor_parallel_size": getattr(folding, "tp_size", 1),
+        "comm_backend": backend,
     }
     check_config(**{**known, **config})
-    ops.fused_weighted_restore = fused_weighted_restore  # type: ignore[union-attr]
-    ops.assert_supported = _assert_supported  # type: ignore[union-attr]
+    ops.fused_weighted_restore = fused_weighted_restore
+    ops.assert_supported = _assert_supported
     layer.combine_impl = FUSED
 
 

@@ -8,6 +8,7 @@ or, where a layer is specified: ``MoESubmodules(router=TopKRouter, ...)``, and a
 of ``layer.token_dispatcher``.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from megatron.core.transformer.moe import router as library_router  # noqa: E402
 def switch_load_balancing_loss_func(
     probs: Tensor,
     tokens_per_expert: Tensor,
-    total_num_tokens: Tensor | int,
+    total_num_tokens: Tensor | float,
     topk: int,
     num_experts: int,
     moe_aux_loss_coeff: float,
@@ -49,7 +50,7 @@ def switch_load_balancing_loss_func(
     Args:
         probs: [tokens, columns]; a sequence-level loss has the sequences side by side.
         tokens_per_expert: [columns].
-        total_num_tokens: an int, or a tensor, a fraction under a padding mask included.
+        total_num_tokens: a number, or a tensor; a fraction under a padding mask included.
         topk: experts per token.
         num_experts: experts of the layer.
         moe_aux_loss_coeff: weight of the loss.
@@ -63,16 +64,22 @@ def switch_load_balancing_loss_func(
     What differs in numbers: the sum over the tokens is a tree in float32, the scale is rounded once
     from float64.
     """
-    loss = aux_loss(
-        probs,
-        tokens_per_expert,
-        total_num_tokens,
-        num_experts,
-        topk,
-        float(moe_aux_loss_coeff),
-        token_mask=padding_mask,
-    )
+    op = "switch_load_balancing_loss_func"
+    checks.is_tensor(op, "probs", probs)
+    checks.is_tensor(op, "tokens_per_expert", tokens_per_expert)
+    checks.is_number(op, "moe_aux_loss_coeff", moe_aux_loss_coeff)
+    if padding_mask is not None:
+        checks.is_tensor(op, "padding_mask", padding_mask)
+        checks.dtype(op, "padding_mask", padding_mask, (torch.bool,))
     dtype = torch.promote_types(probs.dtype, tokens_per_expert.dtype)
+    if tokens_per_expert.dtype not in checks.COUNT_DTYPES:
+        is_float = tokens_per_expert.is_floating_point()
+        tokens_per_expert = tokens_per_expert.to(torch.float32 if is_float else torch.int64)
+    total = total_num_tokens
+    if isinstance(total, float):
+        total = probs.new_full((), total, dtype=torch.float64)
+    numbers = total, num_experts, topk, float(moe_aux_loss_coeff)
+    loss = aux_loss(probs, tokens_per_expert, *numbers, token_mask=padding_mask)
     if isinstance(total_num_tokens, Tensor):
         dtype = torch.promote_types(dtype, (1.0 / total_num_tokens.new_ones(())).dtype)
     return loss.to(dtype)
@@ -232,16 +239,10 @@ class MoEAlltoAllTokenDispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):  
     """The library's dispatcher with the copies of this package: both permutations, both ways.
 
     A token's rows are added in float32 and rounded once, without atomics; the library adds them
-    in the dtype of the rows. The order of the received rows is found on the device.
+    in the dtype of the rows.
     """
 
     num_local_experts: int
-
-    def preprocess(self, routing_map: Tensor) -> Tensor:
-        tokens_per_expert = super().preprocess(routing_map)
-        # Before the library moves it to the host.
-        self._received = self.num_global_tokens_per_local_expert
-        return tokens_per_expert
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -280,7 +281,8 @@ class MoEAlltoAllTokenDispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):  
         finally:
             self.num_local_experts = num_local_experts
         if num_local_experts > 1:
-            counts = self._received.to(rows.device)
+            # Of the library's own state, which is what a partial CUDA graph brings back.
+            counts = self.num_global_tokens_per_local_expert.to(rows.device)
             order, _, _ = expert_permutation_from_counts(counts, rows.shape[0])
             self._local_order = order
             inverse = inverse_permutation(order, rows.shape[0], 1)
@@ -319,30 +321,50 @@ _CLASSES = {
 }
 
 
-def convert(model: nn.Module) -> int:
+def convert(model: nn.Module | Sequence[nn.Module]) -> int:
     """Give every MoE layer of ``model`` the router and the dispatcher of this module.
 
     Weights, buffers and state stay. Routers and dispatchers of other classes are left alone.
 
+    Args:
+        model: a model, or its chunks, as Megatron's ``get_model`` returns them.
+
     Returns:
-        How many were changed.
+        How many routers and dispatchers are now of this module.
 
     Raises:
         ValueError: a layer pads its experts' input (``moe_pad_expert_input_to_capacity``,
             ``moe_router_padding_for_quantization``), or nothing in the model could be changed.
+        TypeError: ``model`` is no module, nor a sequence of them.
     """
+    chunks = [model] if isinstance(model, nn.Module) else model
+    name = type(model).__name__
+    are_modules = isinstance(chunks, list | tuple) and all(
+        isinstance(chunk, nn.Module) for chunk in chunks
+    )
+    checks.type_(are_modules, "convert", "model", "an nn.Module or a list of them", name)
     found: list[Any] = []
-    for part in model.modules():
-        for name in ("token_dispatcher", "router"):
-            thing: Any = getattr(part, name, None)
-            if type(thing) in _CLASSES:
+    for part in (part for chunk in chunks for part in chunk.modules()):
+        for attribute in ("token_dispatcher", "router"):
+            thing: Any = getattr(part, attribute, None)
+            if type(thing) in (*_CLASSES, *_CLASSES.values()):
                 _refuse(thing.config)
                 found.append(thing)
     for thing in found:
-        thing.__class__ = _CLASSES[type(thing)]
+        thing.__class__ = _CLASSES.get(type(thing), type(thing))
     expected = "with a TopKRouter, all-gather or all-to-all dispatcher of Megatron-Core"
-    checks.value(len(found) > 0, "convert", "model", expected, type(model).__name__)
+    checks.value(len(found) > 0, "convert", "model", expected, name)
     return len(found)
+
+
+def _check_map(
+    op: str, argument: str, x: Tensor | None, num_tokens: int, num_experts: int | None = None
+) -> None:
+    checks.is_tensor(op, argument, x)
+    assert x is not None
+    columns = "experts" if num_experts is None else num_experts
+    fits = x.dim() == 2 and x.shape[0] == num_tokens and num_experts in (None, x.shape[1])
+    checks.shape(op, argument, x, f"[{num_tokens}, {columns}]", fits)
 
 
 def permute(
@@ -372,8 +394,10 @@ def permute(
     """
     checks.value(not drop_and_pad, "permute", "drop_and_pad", "False", drop_and_pad)
     checks.is_tensor("permute", "tokens", tokens)
-    checks.is_tensor("permute", "routing_map", routing_map)
-    checks.rank("permute", "routing_map", routing_map, "[tokens, experts]")
+    checks.rank("permute", "tokens", tokens, "[tokens, hidden]")
+    _check_map("permute", "routing_map", routing_map, tokens.shape[0])
+    if probs is not None:
+        _check_map("permute", "probs", probs, *routing_map.shape)
     routing_map = routing_map.bool()
     per_token = routing_map.sum(1)
     num_rows = topk = 0
@@ -382,7 +406,7 @@ def permute(
     topk = max(topk, 1)
     rows, row_probs, order = _by_map(tokens, routing_map, probs, topk, num_rows)
     token_of_row = order.long() // topk
-    token_of_row.moe_order = order, topk  # type: ignore[attr-defined]
+    token_of_row.moe_order = order, tokens.shape[0], topk  # type: ignore[attr-defined]
     return rows, row_probs, token_of_row
 
 
@@ -412,16 +436,27 @@ def unpermute(
         [T, H] in the dtype of ``permuted_tokens``.
     """
     checks.value(not drop_and_pad, "unpermute", "drop_and_pad", "False", drop_and_pad)
+    checks.is_tensor("unpermute", "permuted_tokens", permuted_tokens)
     checks.is_tensor("unpermute", "sorted_indices", sorted_indices)
     expected = "the third result of this module's permute"
     slots = getattr(sorted_indices, "moe_order", None)
     checks.value(slots is not None, "unpermute", "sorted_indices", expected, "another tensor")
-    order, topk = slots  # type: ignore[misc]
-    num_tokens = restore_shape[0]
+    order, num_tokens, topk = slots  # type: ignore[misc]
+    checks.shape(
+        "unpermute",
+        "permuted_tokens",
+        permuted_tokens,
+        f"[{order.shape[0]}, hidden]",
+        permuted_tokens.dim() == 2 and permuted_tokens.shape[0] == order.shape[0],
+    )
+    sizes = [num_tokens, permuted_tokens.shape[1]]
+    is_shape = isinstance(restore_shape, list | tuple) and list(restore_shape) == sizes
+    checks.value(is_shape, "unpermute", "restore_shape", f"{sizes}", restore_shape)
     if probs is None:
         return restore(permuted_tokens, order, num_tokens, topk)
-    checks.is_tensor("unpermute", "routing_map", routing_map)
+    _check_map("unpermute", "routing_map", routing_map, num_tokens)
     assert routing_map is not None
+    _check_map("unpermute", "probs", probs, *routing_map.shape)
     offsets = routing_map.bool().sum(0).cumsum(0).int()
     row_probs = _of_rows(probs, order, offsets, topk)
     # Every row has a slot of its own, so nothing is added up here.

@@ -43,6 +43,7 @@ def fused_moe_aux_loss(
     checks.is_tensor("fused_moe_aux_loss", "tokens_per_expert", tokens_per_expert)
     if tokens_per_expert.dtype in _COUNTS_TO_WIDEN:
         tokens_per_expert = tokens_per_expert.float()
+    checks.is_number("fused_moe_aux_loss", "coeff", coeff)
     loss = aux_loss(probs, tokens_per_expert, total_num_tokens, num_experts, topk, float(coeff))
     return loss.to(probs.dtype)
 
@@ -68,8 +69,9 @@ def moe_permute(
 
     Args:
         inp: [T, H].
-        routing_map: int32 or int64 [T, topk], the experts of each token; negative ones are dropped.
-        num_out_tokens: rows of the result; those beyond are dropped. -1 is T * topk.
+        routing_map: int32 or int64 [T, topk], the experts of each token; those outside of the
+            layer's, negative ones included, are dropped.
+        num_out_tokens: rows of the result; those beyond are dropped. T * topk if not above 0.
         max_token_num: taken and not used: nothing is cached.
         map_type: must be "index".
         num_experts: experts of the layer. None reads the highest id on the host; give it inside a
@@ -82,11 +84,12 @@ def moe_permute(
     _only_index_map("moe_permute", map_type)
     checks.is_tensor("moe_permute", "routing_map", routing_map)
     checks.rank("moe_permute", "routing_map", routing_map, "[tokens, topk]")
-    checks.integer("moe_permute", "num_out_tokens", num_out_tokens, -1)
+    checks.is_integer("moe_permute", "num_out_tokens", num_out_tokens)
     if num_experts is None:
-        num_experts = int(routing_map.max()) + 1 if routing_map.numel() else 1
-    num_rows = None if num_out_tokens == -1 else num_out_tokens
-    order, _, _ = expert_permutation(routing_map, max(num_experts, 1), num_rows=num_rows)
+        num_experts = max(int(routing_map.max()) + 1, 1) if routing_map.numel() else 1
+    checks.integer("moe_permute", "num_experts", num_experts, 1)
+    num_rows = num_out_tokens if num_out_tokens > 0 else None
+    order, _, _ = expert_permutation(routing_map, num_experts, num_rows=num_rows)
     topk = routing_map.shape[1]
     row_id_map = inverse_permutation(order, routing_map.shape[0], topk)
     return permute(inp, order, topk, inverse=row_id_map), row_id_map
@@ -119,10 +122,15 @@ def moe_unpermute(
     checks.is_tensor("moe_unpermute", "inp", inp)
     checks.is_tensor("moe_unpermute", "row_id_map", row_id_map)
     checks.rank("moe_unpermute", "row_id_map", row_id_map, "[tokens, topk]")
+    checks.dtype("moe_unpermute", "row_id_map", row_id_map, (torch.int32,))
     both = merging_probs is not None and probs is not None
     checks.value(not both, "moe_unpermute", "probs", "None beside merging_probs", "both")
     weights = probs if merging_probs is None else merging_probs
     num_tokens, topk = row_id_map.shape
+    if weights is not None:
+        checks.is_tensor("moe_unpermute", "merging_probs", weights)
+        expected = [num_tokens, topk]
+        checks.same_shape("moe_unpermute", "merging_probs", weights, expected, f"{expected}")
     order = _order_of(row_id_map, inp.shape[0])
     if weights is None:
         return restore(inp, order, num_tokens, topk, inverse=row_id_map)

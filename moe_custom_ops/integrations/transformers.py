@@ -11,6 +11,7 @@ with use_load_balancing_loss(model):
 import contextlib
 import inspect
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,14 @@ from ..expert_permutation import expert_permutation
 from ..weighted_restore import inverse_permutation, permute, weighted_restore
 from .versions import require
 
-require("transformers", "transformers", "5.24", "5.25")
+require(
+    "transformers.integrations.moe",
+    "transformers",
+    "5.24",
+    "5.25",
+    "ALL_EXPERTS_FUNCTIONS",
+    "_grouped_linear",
+)
 
 # The library's own grouped product, so that an adapter changes no matrix product.
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear  # noqa: E402
@@ -38,7 +46,14 @@ def register(name: str = NAME) -> None:
     """Make ``experts_implementation=name`` known to Transformers.
 
     Then ``from_pretrained`` and ``from_config`` take it, and ``model.set_experts_implementation``.
+
+    Raises:
+        ValueError: ``name`` is that of another implementation.
     """
+    checks.type_(isinstance(name, str), "register", "name", "a str", type(name).__name__)
+    known = ALL_EXPERTS_FUNCTIONS.get(name, experts_forward) is not experts_forward
+    expected = "a name that is not taken"
+    checks.value(not known and name != "eager", "register", "name", expected, repr(name))
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
 
 
@@ -53,7 +68,7 @@ def experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, K] ids of this rank's experts. One of ``num_experts`` or more is another
             rank's: it adds nothing, and its weight gets a gradient of zero.
-        top_k_weights: [T, K], any float dtype.
+        top_k_weights: [T, K], or as many in another shape; any float dtype.
 
     Returns:
         [T, H] in the dtype of ``hidden_states``.
@@ -65,6 +80,8 @@ def experts_forward(
     """
     experts: Any = self
     num_tokens, topk = top_k_index.shape
+    if top_k_index.dtype not in checks.INDEX_DTYPES:
+        top_k_index = top_k_index.long()
     order, _, offsets = expert_permutation(top_k_index, experts.num_experts)
     inverse = inverse_permutation(order, num_tokens, topk)
     rows = permute(hidden_states, order, topk, inverse=inverse)
@@ -93,7 +110,8 @@ def experts_forward(
         rows = experts.post_expert_norm(rows)
     # Under autocast the experts may work in fewer bits than what they add to.
     rows = rows.to(torch.promote_types(rows.dtype, hidden_states.dtype))
-    out = weighted_restore(rows, top_k_weights, order, inverse=inverse)
+    scores = top_k_weights.reshape(num_tokens, topk)
+    out = weighted_restore(rows, scores, order, inverse=inverse)
     return out.to(hidden_states.dtype)
 
 
@@ -116,7 +134,10 @@ def load_balancing_loss(
             0, as in the library.
         num_experts: None takes the columns of the logits.
         top_k: experts per token.
-        attention_mask: [batch, sequence], 0 for padding, which is not counted.
+        attention_mask: [batch, sequence], 0 for padding, which is not counted; anything else counts
+            once. (The library weights by the value, so that a mask of other values than 0 and 1
+            gives another loss there.) One that is longer than the tokens, as in decoding with a
+            cache, counts by its last columns.
 
     Returns:
         0-dim float32 tensor.
@@ -133,20 +154,22 @@ def load_balancing_loss(
     for layer in gate_logits:
         checks.is_tensor(op, "gate_logits", layer)
         checks.rank(op, "gate_logits", layer, "[tokens, num_experts]")
+        checks.dtype(op, "gate_logits", layer, checks.FLOAT_DTYPES)
     num_experts = first.shape[1] if num_experts is None else num_experts
     checks.integer(op, "num_experts", num_experts, 1)
     checks.integer(op, "top_k", top_k, 1)
+    most = f"at most num_experts = {num_experts}"
+    checks.value(top_k <= num_experts, op, "top_k", most, top_k)
     for layer in gate_logits:
         same = layer.shape[1] == num_experts
         checks.value(same, op, "gate_logits", f"of {num_experts} columns", layer.shape[1])
     mask = None
     if attention_mask is not None:
         checks.is_tensor(op, "attention_mask", attention_mask)
-        mask = attention_mask.reshape(-1).to(first.device) != 0
         for layer in gate_logits:
-            expected = "of one entry per token"
-            same = mask.shape[0] == layer.shape[0]
-            checks.value(same, op, "attention_mask", expected, list(attention_mask.shape))
+            same = layer.shape[0] == first.shape[0]
+            checks.value(same, op, "gate_logits", "of as many tokens in each layer", layer.shape[0])
+        mask = _mask_of_tokens(attention_mask, first.shape[0]).to(first.device) != 0
 
     counts = torch.zeros(num_experts, dtype=torch.int64, device=first.device)
     probs = []
@@ -166,6 +189,20 @@ def load_balancing_loss(
     return loss
 
 
+def _mask_of_tokens(mask: Tensor, num_tokens: int) -> Tensor:
+    """[tokens]: of a mask of more positions than there are tokens, the last ones."""
+    if mask.dim() == 2 and mask.shape[0] and mask.numel() > num_tokens:
+        mask = mask[:, mask.shape[1] - num_tokens // mask.shape[0] :]
+    checks.value(
+        mask.numel() == num_tokens,
+        "load_balancing_loss",
+        "attention_mask",
+        f"of one entry per token, {num_tokens}",
+        list(mask.shape),
+    )
+    return mask.reshape(-1)
+
+
 def _assignments(probs: Tensor, topk: int, mask: Tensor | None) -> Tensor:
     """int64 [experts]: how often each is among the ``topk`` of a token that counts."""
     ids = torch.topk(probs.detach(), topk, dim=-1).indices
@@ -180,25 +217,41 @@ def use_load_balancing_loss(model: nn.Module) -> Iterator[None]:
 
     It takes the place of ``load_balancing_loss_func`` in the library's modules that define the
     classes of ``model`` and its parts, for all models of these classes and all threads, and gives
-    it back at the end. A module whose function has other parameters keeps it.
+    it back when the last such context ends. A module whose function has other parameters keeps it.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: no module of the model has such a function.
     """
+    name = type(model).__name__
+    is_module = isinstance(model, nn.Module)
+    checks.type_(is_module, "use_load_balancing_loss", "model", "an nn.Module", name)
     modules = _loss_modules(model)
     if not modules:
         raise ValueError(
             f"use_load_balancing_loss: model must be of a class whose module has {_LOSS}"
             f"({', '.join(_LOSS_PARAMETERS)}), got {type(model).__name__}"
         )
-    originals = [getattr(module, _LOSS) for module in modules]
-    try:
+    with _LOCK:
         for module in modules:
+            original, users = _SWAPPED.get(module, (getattr(module, _LOSS), 0))
+            _SWAPPED[module] = original, users + 1
             setattr(module, _LOSS, load_balancing_loss)
+    try:
         yield
     finally:
-        for module, original in zip(modules, originals, strict=True):
-            setattr(module, _LOSS, original)
+        with _LOCK:
+            for module in modules:
+                original, users = _SWAPPED.pop(module)
+                if users > 1:
+                    _SWAPPED[module] = original, users - 1
+                else:
+                    setattr(module, _LOSS, original)
+
+
+# The library's own function of each module that has ours, and how many contexts want it there.
+_SWAPPED: dict[ModuleType, tuple[Any, int]] = {}
+_LOCK = threading.Lock()
 
 
 def _loss_modules(model: nn.Module) -> list[ModuleType]:

@@ -56,6 +56,8 @@ def test_the_combine(dtype, flat):
         ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
         ({"top_k": 2}, ValueError, r"top_scores must be of 2 \* 9 \* 2 scores, got 54"),
         ({"shape": (2, 9)}, ValueError, r"shape must be \(batch, seq, hidden\), got \(2, 9\)"),
+        ({"shape": 6}, ValueError, r"shape must be \(batch, seq, hidden\), got 6"),
+        ({"shape": (-2, -9, 16)}, ValueError, r"shape must be \(batch, seq, hidden\), got \(-2"),
         ({"shape": (2, 9, 15)}, ValueError, r"combined_rows must be of shape \[N, 15\], got"),
     ],
 )
@@ -92,6 +94,21 @@ def test_no_rejection_hides_another(names):
         assert (message in str(raised.value)) == (name in names), name
     adapter.check_config()
     adapter.check_config(combine_impl="fused_weighted_sum")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"comm_backend": "DeepEP"}, "comm_backend must be 'comm', got 'DeepEP', which is not kn"),
+        ({"tensor_parallel_size": 0}, "autotp_size must be an int of 1, got 0"),
+        ({"tensor_parallel_size": "2"}, "autotp_size must be an int of 1, got '2'"),
+        ({"expert_tensor_parallel_size": None}, "size must be an int of 1, got None"),
+    ],
+)
+def test_what_is_no_config_hides_nothing_either(change, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        adapter.check_config("pre", **change)
+    assert "score_apply must be 'post', got 'pre'" in str(raised.value)
 
 
 @pytest.fixture
@@ -135,6 +152,11 @@ def test_a_layer_selects_it(library):
         ({"combine_impl": "legacy_bmm"}, {}, "combine_impl must be 'auto'"),
         ({"comm_backend": "deepep"}, {}, "comm_backend must be 'comm'"),
         ({}, {"tensor_parallel_size": 2}, "autotp_size must be 1, got 2"),
+        (
+            {"folding_group_handles": types.SimpleNamespace(spec=types.SimpleNamespace(tp_size=2))},
+            {},
+            "autotp_size must be 1, got 2",
+        ),
         ({}, {"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size must be 1, got 2"),
     ],
 )
@@ -147,6 +169,19 @@ def test_a_layer_that_is_refused_stays_as_it_is(attributes, config, message, lib
         adapter.select(layer, **config)
     assert layer.combine_impl == before
     assert library.fused_token_ops.fused_weighted_restore is None
+
+
+def test_a_layer_of_one_rank_has_no_exchange_to_reduce(library):
+    layer = library.Layer()
+    layer.comm_backend, layer.ep_size = "deepep", 1
+    adapter.select(layer)
+    assert layer.combine_impl == "fused_weighted_sum"
+
+
+def test_a_subclass_of_elsewhere(library):
+    layer = type("Own", (library.Layer,), {"__module__": __name__})()
+    adapter.select(layer)
+    assert library.fused_token_ops.fused_weighted_restore is adapter.fused_weighted_restore
 
 
 def test_what_is_no_layer():

@@ -148,6 +148,26 @@ def check_dispatchers(group):
                     assert_close_in_norm(actual[key], value, 1e-6, f"{kind} {options} {key}")
 
 
+def check_state_that_a_graph_brings_back(group):
+    """A partial CUDA graph replays ``dispatch_preprocess`` and restores ``cudagraph_attrs``."""
+    with without_cuda():
+        dispatcher, first = make_dispatcher(adapter, KINDS[1], group, {})
+        generator = torch.Generator().manual_seed(group.rank())
+        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+        own, other = routing(7 + group.rank()), routing(70 + group.rank(), uneven=True)
+        expected, _ = layer(dispatcher, first, hidden, *own)
+        kept = dispatcher.dispatch_preprocess(hidden, *own)
+        state = {name: getattr(dispatcher, name, None) for name in dispatcher.cudagraph_attrs}
+        dispatcher.dispatch_preprocess(hidden, *other)
+        for name, value in state.items():
+            if "." not in name:
+                setattr(dispatcher, name, value)
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*kept))
+        out = dispatcher.combine_preprocess(expert(rows, counts, row_probs, first))
+        actual = dispatcher.combine_postprocess(dispatcher.token_combine(out))
+        assert_same_bits(actual, expected)
+
+
 def check_a_sum_in_bfloat16_is_rounded_once(group):
     """Of the same rows, no further from a float64 sum than the library, which rounds each step."""
     if group.size() > 1:
@@ -202,7 +222,12 @@ def check_routers(group):
                     assert_close_in_norm(value, expected_logged[name], 1e-6, what)
 
 
-CHECKS = [check_dispatchers, check_a_sum_in_bfloat16_is_rounded_once, check_routers]
+CHECKS = [
+    check_dispatchers,
+    check_state_that_a_graph_brings_back,
+    check_a_sum_in_bfloat16_is_rounded_once,
+    check_routers,
+]
 
 
 @functools.cache
@@ -236,6 +261,9 @@ def test_convert_keeps_state_and_changes_classes(alone):
     assert type(model.layer.token_dispatcher) is adapter.MoEAllGatherTokenDispatcher
     for key, value in model.state_dict().items():
         assert_same_bits(value, before[key])
+    assert adapter.convert([model]) == 2
+    with pytest.raises(TypeError, match=r"convert: model must be an nn\.Module or a list of them"):
+        adapter.convert("model")
     with pytest.raises(
         ValueError, match=r"convert: model must be with a TopKRouter, .* got Linear"
     ):
@@ -253,7 +281,10 @@ def test_padding_to_a_capacity_is_refused(alone):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("case", ["plain", "tensor", "masked", "sequences", "mean counts"])
+@pytest.mark.parametrize(
+    "case",
+    ["plain", "float", "tensor", "masked", "sequences", "mean counts", "bf16 counts", "int16"],
+)
 def test_the_loss_is_the_library_s(dtype, fused, case):
     generator = torch.Generator().manual_seed(4)
     probs = torch.randn(24, EXPERTS, generator=generator).softmax(-1).to(dtype)
@@ -266,6 +297,10 @@ def test_the_loss_is_the_library_s(dtype, fused, case):
         mask, total = torch.arange(24) % 3 > 0, torch.tensor(16.0)
     elif case == "sequences":
         probs, counts, total = probs.view(6, -1), counts.repeat(4), 6
+    elif case == "float":
+        total = 61 / TOPK
+    elif case in ("bf16 counts", "int16"):
+        counts = counts.to(torch.bfloat16 if case == "bf16 counts" else torch.int16)
     elif case == "mean counts":
         counts = counts / 3
     results = []
@@ -331,12 +366,47 @@ def test_what_the_functions_refuse():
     tokens = torch.randn(SEQUENCE * BATCH, HIDDEN)
     with pytest.raises(ValueError, match="permute: drop_and_pad must be False, got True"):
         adapter.permute(tokens, routing_map, drop_and_pad=True)
-    with pytest.raises(ValueError, match=r"permute: routing_map must be of shape \[tokens, exp"):
-        adapter.permute(tokens, routing_map[0])
+    for change, error, message in (
+        ((tokens, routing_map[0]), ValueError, r"routing_map must be of shape \[20, experts\]"),
+        ((tokens, routing_map[:5]), ValueError, r"routing_map must be of shape \[20, experts\]"),
+        ((tokens[:5], routing_map), ValueError, r"routing_map must be of shape \[5, experts\]"),
+        ((tokens[0], routing_map), ValueError, r"tokens must be of shape \[tokens, hidden\]"),
+        ((tokens, routing_map, probs[:, :4]), ValueError, r"probs must be of shape \[20, 8\]"),
+        ((tokens, routing_map, probs[:5]), ValueError, r"probs must be of shape \[20, 8\]"),
+        ((tokens, routing_map, [1.0]), TypeError, "probs must be a Tensor, got list"),
+    ):
+        with pytest.raises(error, match=f"permute: {message}"):
+            adapter.permute(*change)
     rows, _, indices = adapter.permute(tokens, routing_map)
+    both = {"probs": probs, "routing_map": routing_map}
+    for change, message in (
+        ({**both, "probs": probs[:, :4]}, r"probs must be of shape \[20, 8\]"),
+        ({**both, "routing_map": routing_map[:, :4]}, r"probs must be of shape \[20, 4\]"),
+        ({"restore_shape": torch.Size([7, HIDDEN])}, r"restore_shape must be \[20, 16\], got"),
+        ({"restore_shape": torch.Size([20, 11])}, r"restore_shape must be \[20, 16\], got"),
+        ({"restore_shape": 12}, r"restore_shape must be \[20, 16\], got 12"),
+        ({"permuted_tokens": rows[1:]}, r"permuted_tokens must be of shape \[60, hidden\]"),
+    ):
+        call = {
+            "permuted_tokens": rows,
+            "sorted_indices": indices,
+            "restore_shape": tokens.shape,
+            **change,
+        }
+        with pytest.raises(ValueError, match=f"unpermute: {message}"):
+            adapter.unpermute(**call)
     with pytest.raises(ValueError, match="sorted_indices must be the third result of this mod"):
         adapter.unpermute(rows, indices.clone(), tokens.shape)
     with pytest.raises(TypeError, match="unpermute: routing_map must be a Tensor, got NoneType"):
         adapter.unpermute(rows, indices, tokens.shape, probs=probs)
     with pytest.raises(ValueError, match="unpermute: drop_and_pad must be False, got True"):
         adapter.unpermute(rows, indices, tokens.shape, drop_and_pad=True)
+
+
+def test_what_the_loss_refuses():
+    probs, counts = torch.rand(4, EXPERTS), torch.ones(EXPERTS)
+    loss = functools.partial(adapter.switch_load_balancing_loss_func, probs, counts, 4, 2, EXPERTS)
+    with pytest.raises(TypeError, match="padding_mask must be bool, got float32"):
+        loss(0.1, padding_mask=torch.ones(4))
+    with pytest.raises(TypeError, match="moe_aux_loss_coeff must be a number, got NoneType"):
+        loss(None)

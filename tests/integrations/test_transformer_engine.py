@@ -43,7 +43,7 @@ def test_the_loss(dtype, counts, total):
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("num_out_tokens", [-1, TOKENS * TOPK, 40])
+@pytest.mark.parametrize("num_out_tokens", [-1, 0, TOKENS * TOPK, 40])
 @pytest.mark.parametrize("weighted", [None, "merging_probs", "probs"])
 def test_there_and_back(ids_dtype, num_out_tokens, weighted):
     tokens, scores, ids = routing()
@@ -52,7 +52,7 @@ def test_there_and_back(ids_dtype, num_out_tokens, weighted):
         leaves[0], ids.to(ids_dtype), num_out_tokens=num_out_tokens, map_type="index"
     )
     order = ids.flatten().argsort(stable=True)
-    num_rows = TOKENS * TOPK if num_out_tokens == -1 else num_out_tokens
+    num_rows = num_out_tokens if num_out_tokens > 0 else TOKENS * TOPK
     assert torch.equal(rows, tokens[order[:num_rows] // TOPK])
     options = {} if weighted is None else {weighted: leaves[1]}
     out = moe_unpermute(rows * 2, row_id_map, map_type="index", **options)
@@ -113,10 +113,18 @@ def test_bad_input():
     tokens, scores, ids = routing()
     with pytest.raises(ValueError, match=r"routing_map must be of shape \[tokens, topk\], got"):
         moe_permute(tokens, ids[0], map_type="index")
-    with pytest.raises(ValueError, match="num_out_tokens must be at least -1, got -2"):
-        moe_permute(tokens, ids, -2, map_type="index")
+    with pytest.raises(TypeError, match="num_out_tokens must be an int, got float"):
+        moe_permute(tokens, ids, 2.0, map_type="index")
+    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+        moe_permute(tokens, ids, map_type="index", num_experts=0)
     rows, row_id_map = moe_permute(tokens, ids, map_type="index")
     with pytest.raises(ValueError, match="probs must be None beside merging_probs, got both"):
         moe_unpermute(rows, row_id_map, scores, map_type="index", probs=scores)
+    with pytest.raises(ValueError, match=r"merging_probs must be of shape \[30, 3\], got \[30, 2"):
+        moe_unpermute(rows, row_id_map, scores[:, :2], map_type="index")
+    with pytest.raises(TypeError, match="row_id_map must be int32, got int64"):
+        moe_unpermute(rows, row_id_map.long(), map_type="index")
+    with pytest.raises(TypeError, match="coeff must be a number, got NoneType"):
+        fused_moe_aux_loss(scores, torch.ones(3), 3, 3, 2, None)
     with pytest.raises(TypeError, match="tokens_per_expert must be a Tensor, got list"):
         fused_moe_aux_loss(scores, [1.0], 3, 8, 2, 0.1)

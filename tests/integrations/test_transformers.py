@@ -357,10 +357,24 @@ def test_the_loss_of_no_logits_and_without_a_number_of_experts():
         ({"gate_logits": (1.0,)}, TypeError, "gate_logits must be a Tensor, got float"),
         ({"num_experts": 4}, ValueError, "gate_logits must be of 4 columns, got 8"),
         ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+        ({"top_k": 9}, ValueError, "top_k must be at most num_experts = 8, got 9"),
+        (
+            {"gate_logits": (torch.ones(2, 8, dtype=torch.int64),)},
+            TypeError,
+            "gate_logits must be float32, .* got int64",
+        ),
+        (
+            {
+                "gate_logits": (torch.ones(2, 8), torch.ones(3, 8)),
+                "attention_mask": torch.ones(1, 2),
+            },
+            ValueError,
+            "gate_logits must be of as many tokens in each layer, got 3",
+        ),
         (
             {"attention_mask": torch.ones(3, 4)},
             ValueError,
-            r"attention_mask must be of one entry per token, got \[3, 4\]",
+            r"attention_mask must be of one entry per token, 33, got \[3, 4\]",
         ),
     ],
 )
@@ -368,6 +382,67 @@ def test_bad_input_of_the_loss(change, error, message):
     call = {"gate_logits": logits_of_layers(), "num_experts": 8, "top_k": 2, **change}
     with pytest.raises(error, match=f"load_balancing_loss: {message}"):
         adapter.load_balancing_loss(**call)
+
+
+def test_a_mask_longer_than_the_tokens_counts_by_its_last_columns():
+    layers = torch.randn(2, 6, 8).unbind()
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 1, 1]])
+    assert_same_bits(
+        adapter.load_balancing_loss(layers, 8, 2, mask),
+        adapter.load_balancing_loss(layers, 8, 2, mask[:, 2:]),
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_cached_decoding_with_router_logits(batch_size):
+    model = make_model("mixtral", "moe_custom_ops").eval()
+    model.config.output_router_logits = True
+    call = {key: value[:batch_size] for key, value in batch().items() if key != "labels"}
+    options = {"max_new_tokens": 4, "do_sample": False}
+    with adapter.use_load_balancing_loss(model):
+        out = model.generate(**call, **options)
+    model.config.output_router_logits = False
+    assert torch.equal(out, model.generate(**call, **options))
+
+
+@pytest.mark.parametrize("change", ["three axes", "flat", "int16", "uint8"])
+def test_other_forms_of_the_routing(change):
+    experts = make_experts(bias=True)
+    tokens, ids, weights = routing()
+    expected = adapter.experts_forward(experts, tokens, ids, weights)
+    if change == "three axes":
+        weights = weights[..., None]
+    elif change == "flat":
+        weights = weights.flatten()
+    else:
+        ids = ids.to(getattr(torch, change))
+    assert_same_bits(adapter.experts_forward(experts, tokens, ids, weights), expected)
+
+
+@pytest.mark.parametrize("name", ["eager", "grouped_mm"])
+def test_no_other_implementation_is_overridden(name):
+    with pytest.raises(
+        ValueError, match=f"register: name must be a name that is not taken, got '{name}"
+    ):
+        adapter.register(name)
+    with pytest.raises(TypeError, match="register: name must be a str, got int"):
+        adapter.register(3)
+
+
+def test_contexts_that_end_in_any_order():
+    from transformers.models.mixtral import modeling_mixtral as module
+
+    original, model = module.load_balancing_loss_func, make_model("mixtral")
+    contexts = [adapter.use_load_balancing_loss(model) for _ in range(2)]
+    for context in contexts:
+        context.__enter__()
+    contexts[0].__exit__(None, None, None)
+    assert module.load_balancing_loss_func is adapter.load_balancing_loss
+    contexts[1].__exit__(None, None, None)
+    assert module.load_balancing_loss_func is original
+    not_a_model = adapter.use_load_balancing_loss("mixtral")
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"), not_a_model:
+        pass
 
 
 def test_the_loss_is_given_back():
