@@ -144,7 +144,7 @@ ALLOWED = {
     "backend": set(),
     "batching": set(),
     "testing": {"testing"},
-    "benchmarks": {"api", "benchmarks", "testing", "kernels", "nn"},
+    "benchmarks": {"api", "benchmarks", "integrations", "testing", "kernels", "nn"},
     "check": {"api", "check", "distributed", "testing"},
     "distributed": {"api", "distributed", "ops", "checks", "fixed_order"},
 }
