@@ -230,8 +230,8 @@ def sequence_aux_loss(
         sequence.check_types(*arguments)
         if torch.compiler.is_compiling():
             expected = "[batch, seq, experts]" if cu_seqlens is None else "[tokens, experts]"
-            checks.rank(op, "probs", probs, expected)
-            checks.rank(op, "tokens_per_expert", tokens_per_expert, "[sequences, experts]")
+            _check_axes(op, "probs", probs, expected)
+            _check_axes(op, "tokens_per_expert", tokens_per_expert, "[sequences, experts]")
         else:
             sequence_ops.check(probs, tokens_per_expert, topk, *arguments[4:])
         _check_integers(op, tokens_per_expert)
@@ -327,7 +327,7 @@ def _check_aux_loss(
         numbers = num_experts, topk
         if torch.compiler.is_compiling():
             # Nothing traces the rest, which the ops check later, but before anything has run.
-            checks.rank(op, "probs", probs, "[tokens, columns]")
+            _check_axes(op, "probs", probs, "[tokens, columns]")
             if not isinstance(total, Tensor):
                 # No text takes a symbolic number.
                 least = 1 if mask is None and probs.shape[0] > 0 else 0
@@ -353,6 +353,13 @@ def _check_aux_loss(
 
 
 _INTEGERS_NOTE = ": over ranks only integers are added, which is exact in any order"
+
+
+def _check_axes(op: str, argument: str, tensor: Tensor, expected: str) -> None:
+    """``checks.rank`` for a compiler, in whose messages no symbolic size may stand."""
+    axes = tensor.dim()
+    is_right = axes == expected.count(",") + 1
+    checks.value(is_right, op, argument, f"of shape {expected}", f"{axes} axes")
 
 
 def _check_integers(op: str, tokens_per_expert: Tensor) -> None:
