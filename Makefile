@@ -17,7 +17,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# pip fetches into a fresh environment only when what is asked for has changed.
+# pip fetches into a fresh environment only when what is asked for has changed. Of torchtitan only the
+# dispatchers are tested, which need little of what it depends on.
 $(INSTALLED): pyproject.toml requirements-dev.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}; choose another with make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
