@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def _run(
@@ -66,7 +66,7 @@ def run_checks(
             join=False,
             start_method="forkserver",
         )
-        end = time.monotonic() + 240
+        end = time.monotonic() + 420
         with contextlib.suppress(Exception):
             # It returns as soon as one of them has ended.
             while not context.join(timeout=1) and time.monotonic() < end:

@@ -112,7 +112,8 @@ from moe_custom_ops.distributed import losses
 def broken(*arguments):
     raise RuntimeError("no kernel image")
 
-command.COLLECTIVE = command.OUTCOME = datetime.timedelta(seconds=10)
+command.COLLECTIVE = datetime.timedelta(seconds=20)
+command.OUTCOME = datetime.timedelta(seconds=90)
 if os.environ["RANK"] == "1":
     if sys.argv[1] == "local":
         command.CASES["restore"] = broken
