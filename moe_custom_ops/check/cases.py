@@ -57,11 +57,13 @@ def expert_ids(num_tokens: int, num_experts: int, topk: int, seed: int) -> Tenso
     return (first[:, None] + step[:, None] * torch.arange(topk)) % num_experts
 
 
-def _counts(ids: Tensor, num_experts: int) -> Tensor:
+def counts_of(ids: Tensor, num_experts: int) -> Tensor:
+    """int64 [num_experts]: the assignments of each expert."""
     return torch.bincount(ids.flatten(), minlength=num_experts)
 
 
-def _gradients(outs: Sequence[Tensor], seed: int, **leaves: Tensor) -> Results:
+def gradients(outs: Sequence[Tensor], seed: int, **leaves: Tensor) -> Results:
+    """Of ``leaves``, where each of ``outs`` has a gradient made from ``seed``."""
     weights = [floats(*x.shape, seed=seed).to(x.device, x.dtype) for x in outs]
     grads = torch.autograd.grad(outs, list(leaves.values()), weights)
     return {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
@@ -78,18 +80,18 @@ def _aux_loss(device: torch.device, dtype: torch.dtype, masked: bool) -> Results
     mask = integers(LOSS_TOKENS, 3) % 3 > 0 if masked else None
     kept = ids if mask is None else ids[mask]
     leaf = probs.to(device).requires_grad_()
-    counts = _counts(kept, LOSS_EXPERTS).to(device)
+    counts = counts_of(kept, LOSS_EXPERTS).to(device)
     total = torch.tensor(len(kept), device=device) if masked else len(kept)
     place = None if mask is None else mask.to(device)
     loss = aux_loss(leaf, counts, total, LOSS_EXPERTS, TOPK, COEFF, token_mask=place)
-    return {"loss": loss, **_gradients([loss], 4, probs=leaf)}
+    return {"loss": loss, **gradients([loss], 4, probs=leaf)}
 
 
 def sequence_inputs() -> tuple[Tensor, Tensor]:
     """(probs [2, LOSS_TOKENS, LOSS_EXPERTS], counts of both sequences [2, LOSS_EXPERTS])"""
     probs = floats(2, LOSS_TOKENS, LOSS_EXPERTS, seed=5, signed=False)
     ids = expert_ids(2 * LOSS_TOKENS, LOSS_EXPERTS, TOPK, seed=6).view(2, -1)
-    return probs, torch.stack([_counts(own, LOSS_EXPERTS) for own in ids])
+    return probs, torch.stack([counts_of(own, LOSS_EXPERTS) for own in ids])
 
 
 def _sequence_aux_loss(device: torch.device, packed: bool) -> Results:
@@ -100,7 +102,7 @@ def _sequence_aux_loss(device: torch.device, packed: bool) -> Results:
         cu_seqlens = torch.tensor([0, LOSS_TOKENS, 2 * LOSS_TOKENS], device=device)
     leaf = probs.to(device).requires_grad_()
     loss = sequence_aux_loss(leaf, counts.to(device), TOPK, COEFF, cu_seqlens)
-    return {"loss": loss, **_gradients([loss], 7, probs=leaf)}
+    return {"loss": loss, **gradients([loss], 7, probs=leaf)}
 
 
 def _order(device: torch.device) -> Tensor:
@@ -130,7 +132,7 @@ def _from_counts(device: torch.device) -> Results:
 def _permute(device: torch.device, dtype: torch.dtype) -> Results:
     tokens = floats(TOKENS, HIDDEN, seed=11).to(device, dtype).requires_grad_()
     rows = permute(tokens, _order(device), TOPK)
-    return {"rows": rows, **_gradients([rows], 12, tokens=tokens)}
+    return {"rows": rows, **gradients([rows], 12, tokens=tokens)}
 
 
 def _permute_with_scores(device: torch.device) -> Results:
@@ -140,7 +142,7 @@ def _permute_with_scores(device: torch.device) -> Results:
     return {
         "rows": rows,
         "row scores": row_scores,
-        **_gradients([rows, row_scores], 14, tokens=tokens, scores=scores),
+        **gradients([rows, row_scores], 14, tokens=tokens, scores=scores),
     }
 
 
@@ -150,14 +152,14 @@ def _weighted_restore(device: torch.device, dtype: torch.dtype) -> Results:
     scores = floats(TOKENS, TOPK, seed=16, signed=False).to(device).requires_grad_()
     addend = floats(TOKENS, HIDDEN, seed=17).to(device, dtype).requires_grad_()
     out = weighted_restore(rows, scores, order, addend)
-    return {"out": out, **_gradients([out], 18, rows=rows, scores=scores, addend=addend)}
+    return {"out": out, **gradients([out], 18, rows=rows, scores=scores, addend=addend)}
 
 
 def _restore(device: torch.device) -> Results:
     order = _order(device)
     rows = floats(len(order), HIDDEN, seed=15).to(device, torch.bfloat16).requires_grad_()
     out = restore(rows, order, TOKENS, TOPK)
-    return {"out": out, **_gradients([out], 19, rows=rows)}
+    return {"out": out, **gradients([out], 19, rows=rows)}
 
 
 CASES: dict[str, Callable[[torch.device], Results]] = {

@@ -1,7 +1,5 @@
 """The losses over ranks, of a batch that the ranks share by tiles: digests of one process."""
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +11,8 @@ from .cases import (
     LOSS_TOKENS,
     TOPK,
     Results,
-    floats,
+    counts_of,
+    gradients,
     loss_inputs,
     sequence_inputs,
 )
@@ -22,9 +21,9 @@ from .cases import (
 def _own(group: "dist.ProcessGroup") -> slice:
     """This rank's tokens: whole tiles, as evenly as they go, the rest on the last rank."""
     tile = distributed.tile_tokens(LOSS_EXPERTS)
-    tiles = LOSS_TOKENS // tile
-    cuts = [tiles * rank // group.size() * tile for rank in range(group.size())] + [LOSS_TOKENS]
-    return slice(*list(itertools.pairwise(cuts))[group.rank()])
+    tiles, rank, size = LOSS_TOKENS // tile, group.rank(), group.size()
+    end = LOSS_TOKENS if rank == size - 1 else tiles * (rank + 1) // size * tile
+    return slice(tiles * rank // size * tile, end)
 
 
 def _joined(part: Tensor, dim: int, group: "dist.ProcessGroup") -> Tensor:
@@ -37,7 +36,7 @@ def aux_loss(device: torch.device, group: "dist.ProcessGroup") -> Results:
     """Those of the case "aux_loss, float32"."""
     probs, ids = loss_inputs()
     own = _own(group)
-    counts = torch.bincount(ids[own].flatten(), minlength=LOSS_EXPERTS).to(device)
+    counts = counts_of(ids[own], LOSS_EXPERTS).to(device)
     leaf = probs[own].to(device).requires_grad_()
     loss = distributed.aux_loss(leaf, counts, len(leaf), LOSS_EXPERTS, TOPK, COEFF, group)
     return _results(loss, leaf, 4, 0, group)
@@ -56,8 +55,8 @@ def sequence_aux_loss(device: torch.device, group: "dist.ProcessGroup") -> Resul
 def _results(
     loss: Tensor, leaf: Tensor, seed: int, dim: int, group: "dist.ProcessGroup"
 ) -> Results:
-    (grad,) = torch.autograd.grad(loss, leaf, floats(seed=seed).to(loss.device))
-    return {"loss": loss, "gradient of probs": _joined(grad, dim, group)}
+    own = gradients([loss], seed, probs=leaf)
+    return {"loss": loss, **{name: _joined(grad, dim, group) for name, grad in own.items()}}
 
 
 OF_RANKS = {"aux_loss, float32": aux_loss, "sequence_aux_loss, batch": sequence_aux_loss}

@@ -29,7 +29,8 @@ def sum_integers(parts: list[Tensor], group: "dist.ProcessGroup") -> list[Tensor
     flat = torch.cat([*(part.reshape(-1) for part in parts), *_distinct(parts[0])])
     # What a functional collective returns is read only once it has been waited for.
     summed = collectives.wait_tensor(collectives.all_reduce(flat, "sum", group))
-    pieces = summed[: sum(part.numel() for part in parts)].split([part.numel() for part in parts])
+    sizes = [part.numel() for part in parts]
+    pieces = summed[: sum(sizes)].split(sizes)
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 

@@ -245,7 +245,8 @@ def sequence_aux_loss(
 
     checked(op, group, check)
     probs_value, own_counts = probs.detach(), tokens_per_expert.detach()
-    parts = [own_counts.long(), _lengths(probs_value, cu_seqlens, token_mask)]
+    starts, spans = sequence_ops.spans(probs_value, cu_seqlens)
+    parts = [own_counts.long(), _unmasked(starts, spans, cu_seqlens, token_mask)]
     num_sequences, num_experts = own_counts.shape
     if reduction == PARTIAL:
         counts, lengths = sum_integers(parts, group)
@@ -253,7 +254,6 @@ def sequence_aux_loss(
             probs, counts, lengths, topk, coeff, cu_seqlens, token_mask, workspace
         )
     tokens = fixed_order.tile_tokens(num_experts)
-    _, spans = sequence_ops.spans(probs_value, cu_seqlens)
     parts.append(of_rank((spans + tokens - 1) // tokens, group))
     counts, lengths, tiles = sum_integers(parts, group)
     size = _message_tiles(max_tokens, num_experts, num_sequences)
@@ -266,15 +266,16 @@ def sequence_aux_loss(
     )
 
 
-def _lengths(probs: Tensor, cu_seqlens: Tensor | None, token_mask: Tensor | None) -> Tensor:
+def _unmasked(
+    starts: Tensor, spans: Tensor, cu_seqlens: Tensor | None, token_mask: Tensor | None
+) -> Tensor:
     """Number of unmasked tokens of each sequence: int64 [B]."""
-    starts, lengths = sequence_ops.spans(probs, cu_seqlens)
     if token_mask is None:
-        return lengths
+        return spans
     if cu_seqlens is None:
         return token_mask.sum(1)
     before = torch.nn.functional.pad(token_mask.cumsum(0), (1, 0))
-    return before[starts + lengths] - before[starts]
+    return before[starts + spans] - before[starts]
 
 
 def _aux_loss(

@@ -88,9 +88,46 @@ def switch_load_balancing_loss_func(
 class TopKRouter(library_router.TopKRouter):  # type: ignore[misc]
     """The library's router, whose losses are :func:`switch_load_balancing_loss_func` of here."""
 
-    def _loss(self, scores: Tensor, counts: Tensor, total: Tensor | int, coeff: float) -> Tensor:
-        return switch_load_balancing_loss_func(
+    def _with_loss(
+        self,
+        kind: str,
+        probs: Tensor,
+        scores: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool,
+        batch: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """``probs``, whose backward has that of the loss ``kind``, which is logged, too."""
+        coeff = self.get_aux_loss_coeff(kind)
+        if coeff == 0:
+            return probs
+        is_global, sequences = kind == "global_aux_loss", 1
+        if batch is not None:
+            # Sequence-first: a position's sequences lie side by side, as columns.
+            length, sequences = batch
+            scores, routing_map = scores.reshape(length, -1), routing_map.reshape(length, -1)
+        group = self.tp_dp_cp_group if is_global else self.tp_cp_group
+        counts, own_total, total = moe_utils.get_tokens_per_expert_and_token_count(
+            routing_map=routing_map,
+            reduce_group=group,
+            topk=self.topk * sequences,
+            with_padding_mask=with_padding_mask,
+        )
+        if is_global:
+            self.global_tokens_per_expert += counts
+            self.ga_steps += 1
+            counts = self.global_tokens_per_expert / self.ga_steps
+        loss = switch_load_balancing_loss_func(
             scores, counts, total, self.topk, self.config.num_moe_experts, coeff
+        )
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coeff,
+            loss / sequences,
+            kind.replace("aux_loss", "load_balancing_loss"),
+            group,
+            reduce_group_has_dp=is_global,
+            valid_token_count=own_total,
         )
 
     def _apply_aux_loss(
@@ -100,15 +137,8 @@ class TopKRouter(library_router.TopKRouter):  # type: ignore[misc]
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        coeff = self.get_aux_loss_coeff("aux_loss")
-        if coeff == 0:
-            return probs
-        group = self.tp_cp_group
-        counts, own_total, total = _counts(routing_map, group, self.topk, with_padding_mask)
-        loss = self._loss(scores_for_aux_loss, counts, total, coeff)
-        return self.attach_and_log_load_balancing_loss(
-            probs, coeff, loss, "load_balancing_loss", group, valid_token_count=own_total
-        )
+        inputs = probs, scores_for_aux_loss, routing_map, with_padding_mask
+        return self._with_loss("aux_loss", *inputs)
 
     def _apply_seq_aux_loss(
         self,
@@ -119,19 +149,8 @@ class TopKRouter(library_router.TopKRouter):  # type: ignore[misc]
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        coeff = self.get_aux_loss_coeff("seq_aux_loss")
-        if coeff == 0:
-            return probs
-        group = self.tp_cp_group
-        # Sequence-first: a position's sequences lie side by side, as columns.
-        scores, routing_map = (
-            x.reshape(seq_length, -1) for x in (scores_for_aux_loss, routing_map)
-        )
-        counts, own_total, total = _counts(routing_map, group, self.topk * bsz, with_padding_mask)
-        loss = self._loss(scores, counts, total, coeff) / bsz
-        return self.attach_and_log_load_balancing_loss(
-            probs, coeff, loss, "seq_load_balancing_loss", group, valid_token_count=own_total
-        )
+        inputs = probs, scores_for_aux_loss, routing_map, with_padding_mask
+        return self._with_loss("seq_aux_loss", *inputs, batch=(seq_length, bsz))
 
     def _apply_global_aux_loss(
         self,
@@ -140,36 +159,8 @@ class TopKRouter(library_router.TopKRouter):  # type: ignore[misc]
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        coeff = self.get_aux_loss_coeff("global_aux_loss")
-        if coeff == 0:
-            return probs
-        group = self.tp_dp_cp_group
-        counts, own_total, total = _counts(routing_map, group, self.topk, with_padding_mask)
-        self.global_tokens_per_expert += counts
-        self.ga_steps += 1
-        mean = self.global_tokens_per_expert / self.ga_steps
-        loss = self._loss(scores_for_aux_loss, mean, total, coeff)
-        return self.attach_and_log_load_balancing_loss(
-            probs,
-            coeff,
-            loss,
-            "global_load_balancing_loss",
-            group,
-            reduce_group_has_dp=True,
-            valid_token_count=own_total,
-        )
-
-
-def _counts(
-    routing_map: Tensor, group: Any, topk: int, with_padding_mask: bool
-) -> tuple[Tensor, Any, Any]:
-    """(counts, own tokens, all tokens) over ``group``, as the library has them."""
-    return moe_utils.get_tokens_per_expert_and_token_count(
-        routing_map=routing_map,
-        reduce_group=group,
-        topk=topk,
-        with_padding_mask=with_padding_mask,
-    )
+        inputs = probs, scores_for_aux_loss, routing_map, with_padding_mask
+        return self._with_loss("global_aux_loss", *inputs)
 
 
 def _refuse(config: Any) -> None:
