@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from moe_custom_ops.benchmarks import layer, losses, permutations, restores, step
+from moe_custom_ops.benchmarks import (
+    layer,
+    losses,
+    permutations,
+    restores,
+    step,
+    transformers_step,
+)
 from moe_custom_ops.benchmarks.__main__ import format_host, format_row
 from moe_custom_ops.benchmarks.timing import HostTimes, Row
 
@@ -130,3 +137,49 @@ def test_the_interval_of_a_median_and_the_chart(tmp_path):
     result = {"rows": [row], "config": step.Config()._asdict(), "device": "a GPU"}
     step.plot(result, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+SMALL_QWEN3 = {
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 128,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+}
+
+
+def test_a_transformers_step(tmp_path):
+    pytest.importorskip("transformers")
+    eager = [way for way in transformers_step.WAYS if not way.compiled]
+    result = transformers_step.measure(SMALL_QWEN3, 16, 8, 2, torch.device("cpu"), eager)
+    stock, adapter = result["rows"].values()
+    assert len(stock["losses"]) == 8 and stock["losses"][0] != stock["losses"][-1]
+    torch.testing.assert_close(stock["losses"], adapter["losses"], rtol=1e-3, atol=0)
+    for row in (stock, adapter):
+        assert row["same_bits_again"] and row["deterministic"]["same_bits_again"]
+        assert row["differ"] == row["deterministic"]["differ"] == []
+    transformers_step.plot(result, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_op_that_differs_from_itself_is_named():
+    draws = torch.arange(100.0)
+
+    @torch.library.custom_op("moe_test::drifts", mutates_args=("out",))
+    def drifts(x: torch.Tensor, out: torch.Tensor) -> None:
+        draws.add_(1)
+        out.copy_(x + draws[0])
+
+    x, out = torch.tensor([float("nan"), 1.0]), torch.zeros(2)
+    with transformers_step.Repeated() as repeated:
+        (x * 2).relu_().sum()
+        torch.empty(1000)
+        assert repeated.differ == set()
+        drifts(x, out)
+    assert repeated.differ == {"moe_test.drifts.default"}
+    assert out[1] == 1 + draws[0]

@@ -3,22 +3,28 @@
     python -m moe_custom_ops.benchmarks.transformers_step --out step.json
     python -m moe_custom_ops.benchmarks.transformers_step --plot step.json losses.png
 
-Random weights and the layer sizes of Qwen3-30B-A3B. Each way trains twice from the same state on
-the same batches, and is timed after each.
+Random weights and the layer sizes of Qwen3-30B-A3B. Each way trains from the same state on the same
+batches, twice as it comes and twice with PyTorch's deterministic algorithms, and is timed after the
+first run of both kinds. In the eager ways every op of a step is run again on equal inputs, to name
+those whose bits differ; of the compiled ways the atomic additions in Inductor's code are counted.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..integrations.transformers import NAME, register, use_load_balancing_loss
 from .step import batch_time, interval
@@ -90,15 +96,19 @@ class Trained:
             self.run = torch.compile(self.model)
         self.place = 0
 
-    def step(self) -> Tensor:
+    def loss_and_gradients(self) -> Tensor:
         ids = self.batches[self.place % BATCHES]
         self.place += 1
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.run(input_ids=ids, labels=ids, output_router_logits=True).loss
         loss.backward()
+        return loss.detach()
+
+    def step(self) -> Tensor:
+        loss = self.loss_and_gradients()
         nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimizer.step()
-        return loss.detach()
+        return loss
 
     def digest(self) -> list[int]:
         """Of every parameter's bits, two sums: one of them sees the places."""
@@ -110,17 +120,46 @@ class Trained:
         return torch.stack(sums).tolist()
 
 
-def nondeterministic_ops(trained: Trained) -> list[str]:
-    """What PyTorch says of a step's ops that have no deterministic form in use."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trained.step()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    texts = {str(warning.message).split(".")[0] for warning in caught}
-    return sorted(text for text in texts if "deterministic" in text)
+class Repeated(TorchDispatchMode):
+    """Runs each op a few times more on equal inputs; ``differ`` names those whose bits differ."""
+
+    TRIES = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differ: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        inputs = args, kwargs or {}
+        # Memory that nobody has written, and draws of random numbers, are no results.
+        known = "empty" in func.__name__ or torch.Tag.nondeterministic_seeded in func.tags
+        trials = [] if known else [_trial(func, inputs) for _ in range(self.TRIES)]
+        if any(not _same_bits(trials[0], other) for other in trials[1:]):
+            self.differ.add(str(func))
+        return func(*args, **inputs[1])
+
+
+def _trial(func: Any, inputs: tuple[Any, Any]) -> list[Tensor]:
+    """The tensors that ``func`` returns and those it may have written, of copies of its inputs."""
+    if func._schema.is_mutable:
+        inputs = tree_map_only(Tensor, torch.clone, inputs)
+    out = func(*inputs[0], **inputs[1])
+    seen = tree_leaves((out, inputs) if func._schema.is_mutable else out)
+    return [leaf for leaf in seen if isinstance(leaf, Tensor)]
+
+
+def _same_bits(these: list[Tensor], those: list[Tensor]) -> bool:
+    return all(
+        torch.equal(a.view(_bits(a)), b.view(_bits(b))) for a, b in zip(these, those, strict=True)
+    )
+
+
+def _bits(x: Tensor) -> torch.dtype:
+    """A dtype of as many bytes in which a NaN equals itself."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return integers[x.element_size()] if x.is_floating_point() else x.dtype
 
 
 def step_time(trained: Trained, steps: int, device: torch.device) -> float:
@@ -137,6 +176,7 @@ def allocated(device: torch.device) -> int:
     """Bytes in use, from which on :func:`peaked` counts."""
     if device.type != "cuda":
         return 0
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -147,37 +187,111 @@ def peaked(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
+class Run(NamedTuple):
+    """A training run: a digest of the parameters after a quarter of the steps, and after all."""
+
+    losses: list[float]
+    early: list[int]
+    late: list[int]
+    times: list[float]
+    peak_gib: float
+    atomic_adds: int
+    differ: list[str]
+
+
+def train(
+    sizes: dict[str, Any],
+    way: Way,
+    length: int,
+    steps: int,
+    repeats: int,
+    device: torch.device,
+    examine: bool = False,
+) -> Run:
+    """``peak_gib`` is a step's, beyond the parameters and the optimizer's state."""
+    torch._dynamo.reset()
+    trained = Trained(sizes, way, length, device)
+    context: Any = contextlib.nullcontext()
+    if way.implementation == NAME:
+        context = use_load_balancing_loss(trained.model)
+    with context:
+        # The code that the first step of a compiled way makes is the only place that shows these.
+        first, sources = run_and_get_code(trained.step)
+        trained.optimizer.zero_grad(set_to_none=True)
+        before = allocated(device)
+        losses = [first]
+        early: list[int] = []
+        for place in range(1, steps):
+            losses.append(trained.step())
+            if place == max(1, steps // 4):
+                early = trained.digest()
+        peak = peaked(device) - before
+        values, late = torch.stack(losses).tolist(), trained.digest()
+        times = [step_time(trained, 5, device) for _ in range(repeats)]
+        differ: set[str] = set()
+        if examine:
+            with Repeated() as repeated:
+                trained.loss_and_gradients()
+            differ = repeated.differ
+    atomic_adds = sum(source.count("atomic_add(") for source in sources)
+    return Run(values, early, late, times, peak / 2**30, atomic_adds, sorted(differ))
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's own switch, without the filling of fresh memory that comes with it.
+
+    With ``warn_only``: cuBLAS asks for a setting of its workspaces that one stream does not need.
+    """
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        settings.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(False)
+
+
 def measure(
-    sizes: dict[str, Any], length: int, steps: int, repeats: int, device: torch.device
+    sizes: dict[str, Any],
+    length: int,
+    steps: int,
+    repeats: int,
+    device: torch.device,
+    ways: Sequence[Way] = WAYS,
 ) -> dict[str, Any]:
+    """Of each way, as it comes and with PyTorch's deterministic algorithms: two runs each."""
     rows = {}
-    for way in WAYS:
-        runs = []
-        for _ in range(2):
-            torch._dynamo.reset()
-            trained = Trained(sizes, way, length, device)
-            before = allocated(device)
-            context: Any = contextlib.nullcontext()
-            if way.implementation == NAME:
-                context = use_load_balancing_loss(trained.model)
-            with context:
-                losses = torch.stack([trained.step() for _ in range(steps)]).tolist()
-                peak = peaked(device) - before
-                digest = trained.digest()
-                times = [step_time(trained, 5, device) for _ in range(repeats)]
-                ops = nondeterministic_ops(trained)
-            runs.append((losses, digest, times, peak, ops))
-            del trained
-        (losses, digest, times, peak, ops), again = runs
+    for way in ways:
+        eager = not way.compiled
+        run = train(sizes, way, length, steps, repeats, device, examine=eager)
+        again = train(sizes, way, length, max(2, steps // 4 + 1), 0, device)
+        with deterministic_algorithms():
+            fixed = train(sizes, way, length, steps, repeats, device, examine=eager)
+            fixed_again = train(sizes, way, length, steps, 0, device)
         rows[way.name] = {
-            "ms": statistics.median(times + again[2]),
-            "interval": interval(times + again[2]),
-            "peak_gib": peak / 2**30,
-            "losses": losses,
-            "same_losses_again": losses == again[0],
-            "same_parameters_again": digest == again[1],
-            "not_deterministic": ops,
+            "ms": statistics.median(run.times),
+            "interval": interval(run.times),
+            "peak_gib": run.peak_gib,
+            "losses": run.losses,
+            "same_bits_again": run.early == again.late,
+            "differ": run.differ,
+            "atomic_adds": run.atomic_adds,
+            "deterministic": {
+                "ms": statistics.median(fixed.times),
+                "interval": interval(fixed.times),
+                "losses": fixed.losses,
+                "same_bits_again": fixed.losses == fixed_again.losses
+                and fixed.late == fixed_again.late,
+                "differ": fixed.differ,
+                "atomic_adds": fixed.atomic_adds,
+            },
         }
+        print(way.name, {name: rows[way.name][name] for name in ("ms", "peak_gib")}, flush=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
         "device": name,
