@@ -4,18 +4,19 @@
     python -m moe_custom_ops.benchmarks.transformers_step --plot step.json losses.png
 
 Random weights and the layer sizes of Qwen3-30B-A3B. Each way trains from the same state on the same
-batches, twice as it comes and twice with PyTorch's deterministic algorithms, and is timed after the
-first run of both kinds. In the eager ways every op of a step is run again on equal inputs, to name
-those whose bits differ; of the compiled ways the atomic additions in Inductor's code are counted.
+batches, twice as it comes, for a quarter of the steps, and twice with PyTorch's deterministic
+algorithms, and is timed after the first run of both kinds. In the eager ways every op of a step
+runs again on equal inputs, to name those whose bits differ; of the compiled ways the atomic
+additions in Inductor's code are counted.
 """
 
 import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,9 +134,9 @@ class Repeated(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         inputs = args, kwargs or {}
-        # Memory that nobody has written, and draws of random numbers, are no results.
-        known = "empty" in func.__name__ or torch.Tag.nondeterministic_seeded in func.tags
-        trials = [] if known else [_trial(func, inputs) for _ in range(self.TRIES)]
+        # Memory that nobody has written is no result.
+        tries = 0 if "empty" in func.__name__ else self.TRIES
+        trials = [_trial(func, inputs) for _ in range(tries)]
         if any(not _same_bits(trials[0], other) for other in trials[1:]):
             self.differ.add(str(func))
         return func(*args, **inputs[1])
@@ -145,9 +146,16 @@ def _trial(func: Any, inputs: tuple[Any, Any]) -> list[Tensor]:
     """The tensors that ``func`` returns and those it may have written, of copies of its inputs."""
     if func._schema.is_mutable:
         inputs = tree_map_only(Tensor, torch.clone, inputs)
-    out = func(*inputs[0], **inputs[1])
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    with torch.random.fork_rng(enabled=draws):
+        out = func(*inputs[0], **inputs[1])
     seen = tree_leaves((out, inputs) if func._schema.is_mutable else out)
-    return [leaf for leaf in seen if isinstance(leaf, Tensor)]
+    # Where nothing is drawn, attention returns the state of the generator unwritten.
+    return [
+        leaf
+        for leaf in seen
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or not draws)
+    ]
 
 
 def _same_bits(these: list[Tensor], those: list[Tensor]) -> bool:
@@ -188,11 +196,8 @@ def peaked(device: torch.device) -> int:
 
 
 class Run(NamedTuple):
-    """A training run: a digest of the parameters after a quarter of the steps, and after all."""
-
     losses: list[float]
-    early: list[int]
-    late: list[int]
+    parameters: list[int]
     times: list[float]
     peak_gib: float
     atomic_adds: int
@@ -219,14 +224,9 @@ def train(
         first, sources = run_and_get_code(trained.step)
         trained.optimizer.zero_grad(set_to_none=True)
         before = allocated(device)
-        losses = [first]
-        early: list[int] = []
-        for place in range(1, steps):
-            losses.append(trained.step())
-            if place == max(1, steps // 4):
-                early = trained.digest()
+        losses = torch.stack([first, *(trained.step() for _ in range(steps - 1))]).tolist()
         peak = peaked(device) - before
-        values, late = torch.stack(losses).tolist(), trained.digest()
+        parameters = trained.digest()
         times = [step_time(trained, 5, device) for _ in range(repeats)]
         differ: set[str] = set()
         if examine:
@@ -234,23 +234,19 @@ def train(
                 trained.loss_and_gradients()
             differ = repeated.differ
     atomic_adds = sum(source.count("atomic_add(") for source in sources)
-    return Run(values, early, late, times, peak / 2**30, atomic_adds, sorted(differ))
+    return Run(losses, parameters, times, peak / 2**30, atomic_adds, sorted(differ))
 
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's own switch, without the filling of fresh memory that comes with it.
-
-    With ``warn_only``: cuBLAS asks for a setting of its workspaces that one stream does not need.
-    """
+    """PyTorch's own switch, without the filling of fresh memory that comes with it."""
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not ``warn_only``, with which attention keeps to its fastest way.
+    torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         settings.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(False)
@@ -264,34 +260,30 @@ def measure(
     device: torch.device,
     ways: Sequence[Way] = WAYS,
 ) -> dict[str, Any]:
-    """Of each way, as it comes and with PyTorch's deterministic algorithms: two runs each."""
+    """Of each way two runs as it comes, and two longer ones with deterministic algorithms."""
     rows = {}
     for way in ways:
-        eager = not way.compiled
-        run = train(sizes, way, length, steps, repeats, device, examine=eager)
-        again = train(sizes, way, length, max(2, steps // 4 + 1), 0, device)
-        with deterministic_algorithms():
-            fixed = train(sizes, way, length, steps, repeats, device, examine=eager)
-            fixed_again = train(sizes, way, length, steps, 0, device)
-        rows[way.name] = {
-            "ms": statistics.median(run.times),
-            "interval": interval(run.times),
-            "peak_gib": run.peak_gib,
-            "losses": run.losses,
-            "same_bits_again": run.early == again.late,
-            "differ": run.differ,
-            "atomic_adds": run.atomic_adds,
-            "deterministic": {
-                "ms": statistics.median(fixed.times),
-                "interval": interval(fixed.times),
-                "losses": fixed.losses,
-                "same_bits_again": fixed.losses == fixed_again.losses
-                and fixed.late == fixed_again.late,
-                "differ": fixed.differ,
-                "atomic_adds": fixed.atomic_adds,
-            },
-        }
-        print(way.name, {name: rows[way.name][name] for name in ("ms", "peak_gib")}, flush=True)
+        kinds: dict[str, Any] = {}
+        for kind, context, number in (
+            ("default", contextlib.nullcontext, max(2, steps // 4)),
+            ("deterministic", deterministic_algorithms, steps),
+        ):
+            with context():
+                run = train(sizes, way, length, number, repeats, device, examine=not way.compiled)
+                again = train(sizes, way, length, number, 0, device)
+            kinds[kind] = {
+                "ms": statistics.median(run.times),
+                "interval": interval(run.times),
+                "peak_gib": run.peak_gib,
+                "losses": run.losses,
+                "same_bits_again": run.losses == again.losses
+                and run.parameters == again.parameters,
+                "differ": run.differ,
+                "atomic_adds": run.atomic_adds,
+            }
+            shown = {name: value for name, value in kinds[kind].items() if name != "losses"}
+            print(f"{way.name}, {kind}: {shown}", flush=True)
+        rows[way.name] = kinds
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
         "device": name,
@@ -308,7 +300,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     styles = ("-", "--", "-.", ":")
     for style, (name, row) in zip(styles, result["rows"].items(), strict=False):
-        axes.plot(row["losses"], style, label=name, linewidth=1.2)
+        axes.plot(row["deterministic"]["losses"], style, label=name, linewidth=1.2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, with the balancing loss")
     axes.legend()
@@ -342,6 +334,8 @@ def main() -> None:
         "num_hidden_layers": options.layers,
         "max_position_embeddings": options.length,
     }
+    # What cuBLAS must be told before PyTorch calls it deterministic; on Hopper it is the default.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda", torch.cuda.current_device())
     result = measure(sizes, options.length, options.steps, options.repeats, device)
     text = json.dumps(result, indent=1)
