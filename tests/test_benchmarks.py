@@ -1,121 +1,194 @@
-"""The benchmarks run, row by row, on small shapes. What they print here are no times of a GPU."""
+"""The benchmarks run on small shapes. What they print here are no times of a GPU."""
+
+import csv
+import json
 
 import pytest
 import torch
 
 from moe_custom_ops.benchmarks import (
-    layer,
-    losses,
-    permutations,
-    restores,
+    __main__,
+    ceilings,
+    models,
+    report,
+    rows,
     step,
+    timing,
     transformers_step,
 )
-from moe_custom_ops.benchmarks.__main__ import format_host, format_row
-from moe_custom_ops.benchmarks.timing import HostTimes, Row
+
+SMALL = models.Model("small", 16, 8, 16, 8)
+CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _without_a_graph(monkeypatch):
-    """Each call once, in place of many in a captured graph."""
-
-    def once(call, inputs, calls=0, repeats=0):
-        for arguments in inputs[:1]:
-            call(*arguments)
-        return 2.0
-
-    def host_once(calls):
-        for call in calls:
-            call()
-        return [2.0, *(4.0 for _ in calls[1:])]
-
-    for module in (layer, losses, permutations, restores):
-        monkeypatch.setattr(module, "graph_time", once)
-        monkeypatch.setattr(module, "host_times", host_once)
-        monkeypatch.setattr(module, "input_sets", lambda num_bytes, device: 2)
-    monkeypatch.setattr(losses, "AUX_LOSS_SHAPES", [(16, 8)])
-    monkeypatch.setattr(losses, "SEQUENCE_SHAPES", [(2, 8, 8)])
-    monkeypatch.setattr(layer, "LAYERS", [(8, 2, 16, 4)])
-    monkeypatch.setattr(restores, "SHAPES", [(8, 2, 16)])
-    monkeypatch.setattr(permutations, "SHAPES", [(8, 2, 16)])
-    monkeypatch.setattr(permutations, "ORDERS", [(8, 2, 4)])
-    monkeypatch.setattr(permutations, "RECEIVED", [(2, 4, 64)])
-    monkeypatch.setattr(restores, "INVERSIONS", [256])
-    monkeypatch.setattr(restores, "ODD_SHAPES", [(8, 2, 9)])
-    for module in (restores, permutations):
-        monkeypatch.setattr(module, "SPARSE_SHAPE", (16, 8, 4))
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(__main__, "MODELS", (SMALL,))
+    monkeypatch.setattr(__main__, "QUICK_MODEL", "small")
+    monkeypatch.setitem(__main__.SIZES, "cpu", {"decode": 2, "train": 12, "long": 40})
+    monkeypatch.setattr(timing, "MAX_CALLS", {"cpu": 2})
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 2**12)
+    monkeypatch.setattr(ceilings, "cache_bytes", lambda device: 2**12)
 
 
-def test_losses():
-    device = torch.device("cpu")
-    rows = [*losses.aux_loss_rows(device), *losses.sequence_rows(device)]
-    assert [row.num_bytes for row in rows] == [16 * 8 * 4] * 3
-    for times in (losses.aux_loss_host(device), losses.sequence_host(device)):
-        assert times.others == {"eager": 4.0}
+def settings(repeats=1):
+    return rows.Settings(CPU, "eager", repeats, False)
 
 
-def test_permutations():
-    device = torch.device("cpu")
-    order, *others = permutations.orders(device)
-    assert order.num_bytes == 12 * 16 and order.eager
-    assert [row.num_bytes for row in others] == [12 * 16, 4 * 64]
-    *rows, sparse, worst = permutations.rows(device)
-    assert [row.num_bytes for row in rows] == [8 * 3 * 16 * 2] * 3
-    assert 16 * 4 * 2 < sparse.num_bytes < worst.num_bytes == 16 * 9 * 4 * 2
-    for times in (permutations.orders_host(device), permutations.rows_host(device)):
-        assert times.others == {"eager": 4.0}
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("family", __main__.FAMILIES, ids=lambda family: family.op)
+def test_every_way_is_right(family):
+    """They are what is timed: all agree with the eager form, in their gradients too."""
+    for kind in family.kinds:
+        row = rows.run(family._replace(models=None), kind, SMALL, 12, settings())
+        assert row.left_out == {}
+        assert set(row.times) == set(family.ways) and min(row.times.values()) > 0
+        assert row.read > 0 and row.written > 0
 
 
-def test_layer():
-    device = torch.device("cpu")
-    (row,) = layer.rows(device)
-    assert row.num_bytes == 2 * 8 * 16 * (6 + 6 + 2) + 4 * 8 * 4 and row.compiled
-    assert layer.host(device).others == {"eager": 4.0}
-    inputs = layer.make(8, 2, 16, 4, device)
-    for ours, eager in zip(
-        layer.step(layer.our_path)(*inputs), layer.step(layer.eager_path)(*inputs), strict=True
-    ):
-        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * eager.abs().max().item())
-        assert eager.abs().max() > 0
+def test_bytes():
+    """Of 12 tokens, 8 experts each, 16 wide, in bfloat16."""
+    found = {}
+    for family in __main__.FAMILIES:
+        inputs = family.make(SMALL, 12, CPU)
+        found[family.op] = [rows.traffic_of(family, kind, SMALL, inputs) for kind in rows.KINDS]
+    tokens, copies, order = 12 * 16 * 2, 96 * 16 * 2, 96 * 4
+    forward, backward = (tokens + order, copies), (copies + order, tokens)
+    assert found["permute"][:2] == [forward, backward]
+    assert found["permute"][2] == (tokens + copies + 2 * order, tokens + copies)
+    scores = 96 * 4
+    assert found["weighted_restore"][:2] == [
+        (copies + order + scores, tokens),
+        (tokens + copies + order + scores, copies + scores),
+    ]
+    assert found["aux_loss"][0] == (12 * 16 * 4 + 16 * 8, 4)
+    assert found["expert_permutation"][0] == (96 * 8, order + 16 * 8)
 
 
-def test_the_formulas_compared_are_the_same():
-    probs, counts = torch.rand(16, 8), torch.randint(0, 9, (8,))
-    ours, eager = losses.our_aux_loss(probs, counts), losses.eager_aux_loss(probs, counts)
-    torch.testing.assert_close(ours, eager)
-    counts = torch.randint(0, 9, (2, 8))
-    for own, ends in ((probs.view(2, 8, 8), None), (probs, torch.tensor([0, 8, 16]))):
-        ours = losses.our_sequence_aux_loss(own, counts, ends)
-        torch.testing.assert_close(ours, losses.eager_sequence_aux_loss(own, counts, ends))
-    ids = torch.rand(9, 4).topk(2).indices
-    order, inverse, counts = permutations.eager_order(ids, 4)
-    own, own_counts, _ = permutations.expert_permutation(ids, 4)
-    assert torch.equal(own.long(), order) and torch.equal(own_counts, counts)
-    assert torch.equal(order[inverse], torch.arange(18))
-    rows, scores, indices, _ = restores.make(8, 2, 16, torch.device("cpu"))
-    ours = restores.weighted_restore(rows, scores, indices)
-    torch.testing.assert_close(ours, restores.eager_restore(rows, scores, indices))
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda x, order: x[order.order64 // order.topk] * 0, "an error of"),
+        (lambda x, order: x[order.order64 // order.topk] * float("nan"), "an error of nan"),
+        (lambda x, order: x[order.order64 // order.topk][1:], "shape [95, 16]"),
+        (lambda x, order: (x, x), "2 results"),
+    ],
+)
+@pytest.mark.usefixtures("small")
+def test_a_wrong_way_is_not_timed(broken, said):
+    (family,) = (family for family in __main__.FAMILIES if family.op == "permute")
+    row = rows.run(
+        family._replace(ways=family.ways | {"broken": broken}),
+        rows.FORWARD,
+        SMALL,
+        12,
+        settings(),
+    )
+    assert row.left_out["broken"].startswith(f"wrong: {said}") and "broken" not in row.times
+
+
+@pytest.mark.usefixtures("small")
+def test_a_zeroed_gradient_is_wrong():
+    (family,) = (family for family in __main__.FAMILIES if family.op == "permute")
+
+    def zeroed(x, order):
+        return x.detach()[order.order64 // order.topk] + 0 * x[order.order64 // order.topk]
+
+    ways = family.ways | {"zeroed": zeroed}
+    for kind, wrong in ((rows.FORWARD, False), (rows.BACKWARD, True), (rows.BOTH, True)):
+        row = rows.run(family._replace(ways=ways), kind, SMALL, 12, settings())
+        assert ("zeroed" in row.left_out) is wrong
+
+
+@pytest.mark.usefixtures("small")
+def test_the_command(tmp_path, capsys):
+    files = {name: tmp_path / f"rows.{name}" for name in ("json", "csv")}
+    arguments = ["--no-compile", "--repeats", "1", "--device", "cpu"]
+    outputs = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(tmp_path)]
+    assert __main__.main([*arguments, *outputs]) == 0
+    result = json.loads(files["json"].read_text())
+    names = [row["name"] for row in result["rows"]]
+    assert len(names) == len(set(names)) > 40
+    assert "weighted_restore both small T12" in names
+    assert set(result["header"]["ceilings"]) == {"0:1", "1:1", "2:1", "1:0"}
+    by_name = {row["name"]: row for row in result["rows"]}
+    path, layer = by_name["path both small T12"], by_name["layer both small T12"]
+    share = 100 * path["times"]["ours"] / layer["times"]["ours"]
+    assert path["percent_of_layer"] == pytest.approx(share) and layer["percent"] is None
+    with files["csv"].open() as file:
+        lines = list(csv.DictReader(file))
+    assert [float(row["us ours"]) for row in lines] == [
+        pytest.approx(row["times"]["ours"]) for row in result["rows"]
+    ]
+    for chart in ("roofline", "speedups"):
+        assert (tmp_path / f"{chart}.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in names)
+
+    for row in result["rows"]:
+        row["times"]["ours"] = 1e9 if row["name"] == "permute both small T2" else 1e-9
+    files["json"].write_text(json.dumps(result))
+    again = [*arguments, "--filter", "^permute both small T", "--compare", str(files["json"])]
+    assert __main__.main([*again, "--threshold", "1e30"]) == 0
+    assert __main__.main(again) == 1
+    *_, faster, slower = capsys.readouterr().out.splitlines()
+    assert faster.endswith("0.000") and slower.endswith("slower")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--filter", "("], "--filter"),
+        (["--mode", "graph", "--device", "cpu"], "needs an NVIDIA GPU"),
+        (["--repeats", "0"], "--repeats"),
+    ],
+)
+def test_refused_arguments(arguments, said, capsys):
+    with pytest.raises(SystemExit) as refused:
+        __main__.main(arguments)
+    assert refused.value.code == 2 and said in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no row matches"):
+        __main__.main(["--filter", "nothing"])
+
+
+def test_quick_leaves_most_out():
+    quick = list(__main__.cases("cuda", "", True))
+    whole = list(__main__.cases("cuda", "", False))
+    assert 20 < len(quick) < 50 < 200 < len(whole)
+    assert not any(compiled for *_, compiled in quick) and any(c for *_, c in whole)
+
+
+def test_the_ceiling_of_a_mix():
+    rate = ceilings.ceiling({(0, 1): 4.0, (1, 1): 2.0, (1, 0): 8.0})
+    assert rate(0, 7) == 4.0 and rate(5, 5) == 2.0 and rate(9, 0) == 8.0
+    assert rate(3, 1) == pytest.approx(1 / ((1 / 2 + 1 / 8) / 2))
 
 
 @pytest.mark.kernels
-def test_restores(kernel_device):
-    device = torch.device(kernel_device)
-    rows = list(restores.rows(device))
-    num_bytes = {row.name: row.num_bytes for row in rows}
-    assert len(num_bytes) == len(rows) == 1 + 4 + 2 + 2
-    assert num_bytes["restore forward T8 K2 H16"] == (8 * 2 + 8) * 16 * 2
-    assert num_bytes["restore f+b T8 K2 H9"] == (3 * 8 * 2 + 2 * 8) * 9 * 2
-    assert num_bytes["restore forward 1.5 of K8 T16 H4"] < 16 * 6 * 4 * 2
-    times = restores.host(device)
-    assert times.others == {"bare launches": 4.0, "eager": 4.0}
+@pytest.mark.parametrize("mix", ceilings.MIXES)
+def test_the_stream(mix, kernel_device):
+    from moe_custom_ops.benchmarks import kernels
+
+    reads, writes = mix
+    sources = torch.rand(reads, 5000, device=kernel_device)
+    outs = torch.full((max(writes, 1), 5000), float("nan"), device=kernel_device)
+    kernels.stream(reads, writes, sources, outs)
+    total = 1 + sources.sum(0)
+    if writes:
+        torch.testing.assert_close(outs, total.expand(writes, 5000))
+    else:
+        torch.testing.assert_close(outs[0, 0], total[:4096].sum())
 
 
-def test_format():
-    row = Row("name", 8000, 2.0, 6.0, 3.0)
-    assert format_row(row, 8000.0).split() == ["name", "2.00", "4", "50", "6.0", "3.0", "1.5"]
-    assert format_row(row._replace(eager=None, compiled=None), 8000.0).split()[-1] == "50"
-    line = format_host(HostTimes("op", 2.0, {"eager": 4.0}))
-    assert line == "op: ours 2 us, eager 4 us (ours 0.50 of it)"
+def test_a_comparison():
+    def record(name, own):
+        return {"name": name, "times": {} if own is None else {"ours": own}}
+
+    old = {"rows": [record("a", 10.0), record("b", 10.0), record("gone", 1.0)]}
+    new = [record("a", 10.4), record("b", None), record("new", 5.0)]
+    lines, slower = report.compare(new, old, 5.0)
+    assert len(lines) == 1 and lines[0].split() == ["a", "10.00", "10.40", "1.040"] and not slower
+    assert report.compare(new, old, 3.0)[1]
 
 
 @pytest.mark.parametrize("combine_impl", ["fused_weighted_sum", "weighted_sum"])

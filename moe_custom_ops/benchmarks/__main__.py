@@ -1,80 +1,166 @@
-"""Times of the ops against the same formulas in PyTorch, eager and compiled, and against a copy.
+"""What this package's ops take on this machine, against eager and compiled PyTorch and a stream.
 
-Each row captures many calls in one CUDA graph, over inputs that together exceed the L2. The last
-rows are host times of eager calls, forward and backward, and peak memory.
+    python -m moe_custom_ops.benchmarks --quick
+    python -m moe_custom_ops.benchmarks --json rows.json --plot charts
+    python -m moe_custom_ops.benchmarks --filter "weighted_restore both" --compare rows.json
+
+Needs the ``bench`` extra: pip install 'moe-custom-ops[bench]'. Every way is checked against the
+eager form first; one that is wrong is named and not timed. "x" columns say how many times as long
+as ours another way takes; rates are of the bytes that an op must move, held against a plain kernel
+that reads and writes in the same proportion.
 """
 
 import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from . import layer, losses, permutations, restores
-from .timing import HostTimes, Row, copy_rate
+from . import ceilings, copies, layer, losses, orders, report
+from .models import MODELS, Model
+from .rows import BACKWARD, OURS, Family, Row, Settings, run
 
-ROWS = {
-    "aux_loss": losses.aux_loss_rows,
-    "sequence_aux_loss": losses.sequence_rows,
-    "expert_permutation": permutations.orders,
-    "permute": permutations.rows,
-    "weighted_restore": restores.rows,
-    "layer": layer.rows,
+FAMILIES = (*losses.FAMILIES, *orders.FAMILIES, *copies.FAMILIES, *layer.FAMILIES)
+MODES = ("graph", "eager", "host")
+# A CPU takes a second for what takes a GPU a tenth of a millisecond.
+SIZES = {
+    "cuda": {"decode": 64, "train": 8192, "long": 131072},
+    "cpu": {"decode": 64, "train": 512, "long": 4096},
 }
-HOST = {
-    "aux_loss": losses.aux_loss_host,
-    "sequence_aux_loss": losses.sequence_host,
-    "expert_permutation": permutations.orders_host,
-    "permute": permutations.rows_host,
-    "weighted_restore": restores.host,
-    "layer": layer.host,
-}
+QUICK_MODEL = "Qwen3-30B-A3B"
+
+Case = tuple[Family, str, Model, int, bool]
 
 
-def format_row(row: Row, ceiling: float) -> str:
-    rate = row.num_bytes / row.ours
-    others = [f"{time:10.1f}" if time else f"{'':10}" for time in (row.eager, row.compiled)]
-    known = [time for time in (row.eager, row.compiled) if time]
-    ratio = f"{min(known) / row.ours:7.1f}" if known else ""
-    return (
-        f"{row.name:48}{row.ours:8.2f}{rate / 1e3:8.0f}{100 * rate / ceiling:8.0f}"
-        f"{''.join(others)}{ratio}"
-    ).rstrip()
+def cases(device_type: str, pattern: str, quick: bool) -> Iterator[Case]:
+    """(family, kind, model, tokens, whether the eager form is compiled, too)"""
+    for family in FAMILIES:
+        for model in MODELS:
+            if (family.models and model.name not in family.models) or (
+                quick and model.name != QUICK_MODEL
+            ):
+                continue
+            for size in family.sizes:
+                tokens = SIZES[device_type][size]
+                for kind in family.kinds:
+                    if quick and (kind == BACKWARD or size == "long"):
+                        continue
+                    # Compiled code frees what a backward has read, so it runs once only.
+                    compiled = size in family.compiled and kind != BACKWARD and not quick
+                    name = Row(family.op, kind, model.name, tokens, 0, 0, 0, {}, {}, {}).name
+                    if re.search(pattern, name):
+                        yield family, kind, model, tokens, compiled
 
 
-def format_host(times: HostTimes) -> str:
-    others = ", ".join(
-        f"{name} {other:.0f} us (ours {times.ours / other:.2f} of it)"
-        for name, other in times.others.items()
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_custom_ops.benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return f"{times.name}: ours {times.ours:.0f} us, {others}"
+    parser.add_argument("--filter", default="", help="a regular expression; rows it is found in")
+    parser.add_argument("--quick", action="store_true", help="one model, under a minute")
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        help="calls in a captured CUDA graph, batches of eager calls, or host time",
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
+    parser.add_argument("--device", help="cuda where there is one, else cpu")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--csv", type=Path, help="write the rows there")
+    parser.add_argument("--plot", type=Path, help="a folder for the charts")
+    parser.add_argument("--compare", type=Path, help="an earlier --json; exit 1 if a row is slower")
+    parser.add_argument("--threshold", type=float, default=5.0, help="per cent, for --compare")
+    options = parser.parse_args(arguments)
+    try:
+        re.compile(options.filter)
+    except re.error as error:
+        parser.error(f"--filter: {error}")
+    options.device = torch.device(
+        options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    if options.device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("--device: no NVIDIA GPU is visible")
+        options.device = torch.device("cuda", options.device.index or torch.cuda.current_device())
+    options.mode = options.mode or ("graph" if options.device.type == "cuda" else "eager")
+    if options.mode == "graph" and options.device.type != "cuda":
+        parser.error("--mode graph: a CUDA graph needs an NVIDIA GPU; take --mode eager")
+    if options.repeats < 1:
+        parser.error(f"--repeats: expected a positive integer, got {options.repeats}")
+    return options
 
 
-def main() -> None:
-    prog, choices = "python -m moe_custom_ops.benchmarks", ", ".join(ROWS)
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("ops", nargs="*", help=f"of {choices}; all of them if none is named")
-    ops = parser.parse_args().ops or list(ROWS)
-    if unknown := set(ops) - set(ROWS):
-        parser.error(f"no such op: {', '.join(sorted(unknown))}; the ops are {choices}")
-    if not torch.cuda.is_available():
-        raise SystemExit("these times need an NVIDIA GPU, and none is visible")
-    device = torch.device("cuda", torch.cuda.current_device())
-    ceiling = copy_rate(device)
-    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
-    print(f"{torch.cuda.get_device_name(device)}, {versions}")
-    print(f"copy: {ceiling / 1e3:.0f} GB/s, reads and writes counted")
-    header = f"{'us':>8}{'GB/s':>8}{'% copy':>8}{'eager us':>10}{'compiled':>10}{'ratio':>7}"
-    print(f"{'':48}{header}")
-    for op in ops:
-        for row in ROWS[op](device):
-            print(format_row(row, ceiling), flush=True)
-    print("\nhost time of an eager call, forward and backward")
-    for op in ops:
-        print(format_host(HOST[op](device)), flush=True)
-    if "weighted_restore" in ops:
-        print("\npeak memory of weighted_restore beyond its inputs")
-        for line in restores.memory(device):
-            print(line, flush=True)
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise SystemExit("tqdm is missing: pip install 'moe-custom-ops[bench]'") from None
+    device, old = options.device, None
+    if options.compare:
+        old = json.loads(options.compare.read_text())
+    chosen = list(cases(device.type, options.filter, options.quick))
+    if not chosen:
+        raise SystemExit(f"no row matches --filter {options.filter!r}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    repeats = min(options.repeats, 3) if options.quick else options.repeats
+    rates = ceilings.measure(
+        device, "eager" if options.mode == "host" else options.mode, repeats, stream
+    )
+    rate = ceilings.ceiling(rates)
+    header = report.header(device, options.mode, rates)
+    for name, value in header.items():
+        if value is not None:
+            print(f"{name}: {value}")
+    print(f"\n{report.title()}")
+
+    rows: list[Row] = []
+    wrong = False
+    with tqdm(total=len(chosen), disable=None, leave=False, unit="row") as bar:
+        for family, kind, model, tokens, compiled in chosen:
+            settings = Settings(
+                device, options.mode, repeats, compiled and not options.no_compile, stream
+            )
+            try:
+                row = run(family, kind, model, tokens, settings)
+            except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+                why = str(error) if isinstance(error, MemoryError) else "out of memory"
+                row = Row(family.op, kind, model.name, tokens, 0, 0, 0, {}, {}, {"all": why})
+            rows.append(row)
+            wrong |= row.left_out.get(OURS, "").startswith("wrong")
+            bar.write(report.line(report.as_records(rows, rate)[-1]), file=sys.stdout)
+            bar.update()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    records = report.as_records(rows, rate)
+    if options.json:
+        report.write_json(header, records, options.json)
+    if options.csv:
+        report.write_csv(records, options.csv)
+    if options.plot:
+        from . import plots
+
+        options.plot.mkdir(parents=True, exist_ok=True)
+        result = {"header": header, "rows": records}
+        plots.roofline(result, options.plot / "roofline.png")
+        plots.speedups(result, options.plot / "speedups.png")
+    slower = False
+    if old is not None:
+        lines, slower = report.compare(records, old, options.threshold)
+        print(f"\n{'':{report.NAME_WIDTH}}{'was us':>10}{'is us':>10}{'ratio':>10}")
+        print("\n".join(lines))
+        if old["header"]["device"] != header["device"]:
+            print(f"{options.compare} is of another device: {old['header']['device']}")
+    return 1 if wrong or slower else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

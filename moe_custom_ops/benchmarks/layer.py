@@ -1,87 +1,132 @@
-"""The whole non-GEMM path of a layer, forward and backward, against the same in eager PyTorch.
-
-Loss, order, copies into it and the weighted sums back: everything but router and experts, which
-here are the identity.
-"""
-
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+"""The whole non-GEMM path of a layer, and the whole layer with its GEMMs."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..aux_loss import aux_loss
 from ..expert_permutation import expert_permutation
+from ..nn import MoE
+from ..nn.grouped_mm import grouped_mm
 from ..weighted_restore import inverse_permutation, permute, weighted_restore
-from .losses import COEFF
-from .permutations import eager_order
-from .restores import eager_restore
-from .timing import HostTimes, Row, graph_time, host_times, input_sets
+from . import losses
+from .copies import DTYPE
+from .models import Model
+from .orders import eager_inverse, eager_order
+from .rows import BOTH, FORWARD, Family, Inputs, Traffic
+from .timing import memory_bytes
 
-LAYERS = [  # (tokens, topk, hidden, experts)
-    (256, 8, 2048, 128),
-    (8192, 8, 2048, 128),
-    (8192, 2, 4096, 8),
-    (4096, 8, 7168, 256),
-]
+Results = tuple[Tensor, Tensor]
 
 
-def our_path(tokens: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def make_path(model: Model, num_tokens: int, device: torch.device) -> Inputs:
+    probs = torch.randn(num_tokens, model.experts, device=device).softmax(-1)
+    scores, ids = probs.topk(model.topk)
+    tokens = torch.randn(num_tokens, model.hidden, device=device, dtype=DTYPE)
+    return (tokens, scores, probs), (ids,)
+
+
+def our_path(tokens: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> Results:
+    """Experts are the identity here: their input is their output."""
     (num_tokens, topk), num_experts = ids.shape, probs.shape[1]
     order, counts, _ = expert_permutation(ids, num_experts)
     inverse = inverse_permutation(order, num_tokens, topk)
     rows = permute(tokens, order, topk, inverse=inverse)
     out = weighted_restore(rows, scores, order, inverse=inverse)
-    return out, aux_loss(probs, counts, num_tokens, num_experts, topk, COEFF)
+    return out, aux_loss(probs, counts, num_tokens, num_experts, topk, losses.COEFF)
 
 
-def eager_path(tokens: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    (num_tokens, topk), num_experts = ids.shape, probs.shape[1]
-    order, _, counts = eager_order(ids, num_experts)
-    out = eager_restore(tokens[order // topk], scores, order)
-    scale = num_experts * COEFF / topk / num_tokens**2
-    return out, (probs.sum(0, dtype=torch.float32) * counts).sum() * scale
+def eager_combine(rows: Tensor, scores: Tensor, inverse: Tensor) -> Tensor:
+    restored = rows[inverse].view(*scores.shape, -1)
+    return (restored.float() * scores[..., None]).sum(1).to(rows.dtype)
 
 
-def step(path: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
-    """The gradients of tokens, scores and probs."""
-
-    def call(tokens: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        leaves = [tokens.requires_grad_(), scores.requires_grad_(), probs.requires_grad_()]
-        out, loss = path(*leaves, ids)
-        return torch.autograd.grad([out, loss], leaves, [tokens.detach(), torch.ones_like(loss)])
-
-    return call
+def eager_path(tokens: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> Results:
+    topk = ids.shape[1]
+    order, counts = eager_order(ids, probs.shape[1])
+    rows = tokens[order // topk]
+    out = eager_combine(rows, scores, eager_inverse(order))
+    return out, losses.eager(probs, counts, topk)
 
 
-def make(
-    num_tokens: int, topk: int, hidden: int, num_experts: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(tokens, scores, probs, ids)"""
-    probs = torch.rand(num_tokens, num_experts, device=device).softmax(-1)
-    scores, ids = probs.topk(topk)
-    tokens = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
-    return tokens, scores, probs, ids
+def traffic_of_path(model: Model, inputs: Inputs) -> tuple[Traffic, Traffic]:
+    """What the ops of the path read and write, each by itself: two copies and their backwards, an
+    order, its inverse and a loss."""
+    (tokens, _, probs), (ids,) = inputs
+    wide, small = tokens.numel() * DTYPE.itemsize, 4 * ids.numel()
+    rows = wide * model.topk
+    order = 2 * small + small, small + small
+    forward = wide + rows + 3 * small + 4 * probs.numel(), rows + wide
+    backward = wide + rows + rows + 3 * small, rows + wide + small
+    return (forward[0] + order[0], forward[1] + order[1]), backward
 
 
-def rows(device: torch.device) -> Iterator[Row]:
-    for shape in LAYERS:
-        num_tokens, topk, hidden, num_experts = shape
-        # Copies and sums, forward and backward, and what the losses read.
-        elements = num_tokens * hidden * (2 * (topk + 1) + 3 * topk + 2)
-        num_bytes = 2 * elements + 4 * num_tokens * num_experts
-        sets = input_sets(2 * num_tokens * hidden * topk, device)
-        inputs = [make(*shape, device) for _ in range(sets)]
-        torch._dynamo.reset()
-        compiled = torch.compile(eager_path, fullgraph=True)
-        paths: tuple[Callable[..., Any], ...] = (our_path, eager_path, compiled)
-        times = [graph_time(step(path), inputs, calls=10) for path in paths]
-        yield Row("layer f+b T{} K{} H{} E{}".format(*shape), num_bytes, *times)
+_MADE: dict[tuple[Model, int], MoE] = {}
 
 
-def host(device: torch.device) -> HostTimes:
-    inputs = make(*LAYERS[0], device)
-    steps = [functools.partial(step(path), *inputs) for path in (our_path, eager_path)]
-    ours, eager = host_times(steps)
-    return HostTimes("layer", ours, {"eager": eager})
+def _module(model: Model, num_tokens: int, device: torch.device) -> MoE:
+    """The last one made is kept for the next row: they hold up to 34 GB, and their gradients too.
+
+    Raises:
+        MemoryError: its weights, their gradients and those to check them by would not fit.
+    """
+    key = model, num_tokens
+    if key not in _MADE:
+        _MADE.clear()
+        num_bytes = 3 * model.experts * model.hidden * model.intermediate * DTYPE.itemsize
+        if 4 * num_bytes > memory_bytes(device):
+            raise MemoryError(f"{4 * num_bytes / 2**30:.0f} GiB are needed")
+        sizes = model.hidden, model.intermediate, model.experts, model.topk, num_tokens
+        _MADE[key] = MoE(*sizes, losses.COEFF, device=device, dtype=DTYPE)
+    return _MADE[key]
+
+
+def make_layer(model: Model, num_tokens: int, device: torch.device) -> Inputs:
+    module = _module(model, num_tokens, device)
+    tokens = torch.randn(num_tokens, model.hidden, device=device, dtype=DTYPE)
+    return (tokens, module.router.weight, module.up, module.down), (module,)
+
+
+def our_layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, module: MoE) -> Results:
+    parameters = {"router.weight": router, "up": up, "down": down}
+    out, loss, _ = torch.func.functional_call(module, parameters, (x,))
+    return out, loss
+
+
+def eager_layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, module: MoE) -> Results:
+    parameters = {"weight": router}
+    scores, ids, probs, _ = torch.func.functional_call(module.router, parameters, (x,))
+    order, counts = eager_order(ids, probs.shape[1])
+    ends = counts.cumsum(0).to(torch.int32)
+    gate, value = grouped_mm(x[order // ids.shape[1]], up, ends).chunk(2, -1)
+    rows = grouped_mm(nn.functional.silu(gate) * value, down, ends)
+    return eager_combine(rows, scores, eager_inverse(order)), losses.eager(
+        probs, counts, ids.shape[1]
+    )
+
+
+def traffic_of_layer(model: Model, inputs: Inputs) -> tuple[Traffic, Traffic]:
+    """What the layer is given and returns; its products are bound by arithmetic, where they are."""
+    (tokens, *weights), _ = inputs
+    width = tokens.numel() * DTYPE.itemsize
+    held = sum(weight.numel() * weight.itemsize for weight in weights)
+    return (width + held, width), (2 * width + held, width + held)
+
+
+FAMILIES = (
+    Family(
+        "path",
+        make_path,
+        {"ours": our_path, "eager": eager_path},
+        traffic_of_path,
+        (FORWARD, BOTH),
+        compiled=("decode", "train"),
+    ),
+    Family(
+        "layer",
+        make_layer,
+        {"ours": our_layer, "eager": eager_layer},
+        traffic_of_layer,
+        (FORWARD, BOTH),
+        compiled=(),
+    ),
+)

@@ -1,88 +1,154 @@
-"""How this project times: many calls in one captured CUDA graph, over inputs larger than the L2.
+"""Three clocks, for variants that take turns.
 
-Host times are those of eager calls in turn, with what they are compared to.
+``graph``: many calls captured in one CUDA graph, between one pair of events. ``eager``: a batch of
+eager calls between one pair of events; on a CPU, by its clock. ``host``: host time of eager calls
+that the device does not hold up.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+Call = Callable[..., Any]
+Inputs = Sequence[tuple[Any, ...]]
 
-class Row(NamedTuple):
-    """Microseconds of one call, and of the same formula in PyTorch where it was timed."""
-
-    name: str
-    num_bytes: int
-    ours: float
-    eager: float | None = None
-    compiled: float | None = None
+# Bytes that one timed batch of calls should move, at least: 0.5 ms at 4 TB/s.
+BATCH_BYTES = 2 * 10**9
+# Calls of such a batch, at most, and sets of inputs; a CPU takes long, and has no launches to hide.
+MAX_CALLS = {"cuda": 120, "cpu": 8}
 
 
-class HostTimes(NamedTuple):
-    """Host microseconds of one call, and of what it is compared to, by name."""
+def cache_bytes(device: torch.device) -> int:
+    """The L2 of a GPU; for a CPU a guess at its last level, for which PyTorch has no name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    return 32 * 2**20
 
-    name: str
-    ours: float
-    others: dict[str, float]
+
+def memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """Input sets to rotate through so that none of them is in the L2 when its turn comes."""
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, -(-3 * l2_bytes // max(bytes_per_set, 1)))
+    """Sets of inputs to rotate through, of together three times the cache, where that is possible.
+
+    What is smaller than a 40th of the cache stays in it, as it does in a model.
+    """
+    return min(max(2, -(-3 * cache_bytes(device) // max(bytes_per_set, 1))), MAX_CALLS[device.type])
 
 
-def graph_time(
-    call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], calls: int = 0, repeats: int = 20
-) -> float:
-    """Microseconds per call: the median over replays of one graph that holds at least ``calls``."""
-    rounds = max(1, -(-calls // len(inputs)))
-    stream = torch.cuda.Stream()
+def calls_per_batch(num_bytes: int, num_sets: int, device: torch.device) -> int:
+    """A multiple of the number of sets."""
+    calls = min(-(-BATCH_BYTES // max(num_bytes, 1)), MAX_CALLS[device.type])
+    return max(1, -(-calls // num_sets)) * num_sets
+
+
+def rotate(call: Call, inputs: Inputs, calls: int) -> None:
+    for place in range(calls):
+        call(*inputs[place % len(inputs)])
+
+
+def capture(
+    call: Call, inputs: Inputs, calls: int, stream: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    """``calls`` of them in one graph, after a warm-up on its stream."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for arguments in inputs[:3]:
-            call(*arguments)
-    torch.cuda.current_stream().wait_stream(stream)
+        rotate(call, inputs, min(len(inputs), 3))
+    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for arguments in inputs:
-                call(*arguments)
-    for _ in range(3):
-        graph.replay()
-    times = []
+    with torch.cuda.graph(graph, stream=stream):
+        rotate(call, inputs, calls)
+    graph.replay()
+    return graph
+
+
+def event_time(run: Callable[[], None]) -> float:
+    """Microseconds between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def clock_time(run: Callable[[], None]) -> float:
+    """Microseconds of the host."""
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e6
+
+
+def take_turns(
+    runs: dict[str, Callable[[], None]], clock: Callable[[Callable[[], None]], float], repeats: int
+) -> dict[str, float]:
+    """The median over repeats of each; one repeat times every variant once."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(inputs)))
-    return statistics.median(times)
+        for name, run in runs.items():
+            times[name].append(clock(run))
+    return {name: statistics.median(own) for name, own in times.items()}
 
 
-def copy_rate(device: torch.device, num_bytes: int = 2**30) -> float:
-    """Bytes per microsecond of a device-to-device copy, reads and writes counted."""
-    source, out = (torch.rand(num_bytes // 4, device=device) for _ in range(2))
-    # A kernel that reads and writes each byte once: a captured copy_ becomes a memcpy node, which
-    # reached 2.76 TB/s on an H200 where kernels reach 4.2.
-    return 2 * num_bytes / graph_time(lambda x: torch.neg(x, out=out), [(source,)], calls=8)
+def time_calls(
+    calls: dict[str, tuple[Call, Inputs]],
+    number: int,
+    mode: str,
+    repeats: int,
+    device: torch.device,
+    stream: "torch.cuda.Stream | None",
+) -> dict[str, float]:
+    """Microseconds of one call of each variant, by the clock that ``mode`` names."""
+    runs: dict[str, Callable[[], None]] = {}
+    if mode == "graph":
+        assert stream is not None
+        graphs = {
+            name: capture(call, inputs, number, stream) for name, (call, inputs) in calls.items()
+        }
+        runs = {name: graph.replay for name, graph in graphs.items()}
+        torch.cuda.synchronize(device)
+        times = take_turns(runs, event_time, repeats)
+        return {name: value / number for name, value in times.items()}
+
+    def batch(call: Call, inputs: Inputs) -> Callable[[], None]:
+        return lambda: rotate(call, inputs, number)
+
+    runs = {name: batch(call, inputs) for name, (call, inputs) in calls.items()}
+    for run in runs.values():
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if mode == "eager" and device.type == "cuda":
+        times = take_turns(runs, event_time, repeats)
+    else:
+        # The queue of the device is emptied between batches, or a full one would hold up the host.
+        times = take_turns(runs, _unhindered(device), repeats)
+    return {name: value / number for name, value in times.items()}
 
 
-def host_times(
-    calls: Sequence[Callable[[], Any]], repeats: int = 15, loops: int = 200
-) -> list[float]:
-    """Host microseconds of each call: the medians of rounds that take the calls in turn."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, own in zip(calls, times, strict=True):
-            call()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(loops):
-                call()
-            own.append((time.perf_counter() - start) * 1e6 / loops)
-    return [statistics.median(own) for own in times]
+def _unhindered(device: torch.device) -> Callable[[Callable[[], None]], float]:
+    def clock(run: Callable[[], None]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock_time(run)
+
+    return clock
+
+
+def peak_bytes(call: Call, inputs: tuple[Any, ...], device: torch.device) -> int | None:
+    """Of one call, beyond what it is given; unknown on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call(*inputs)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

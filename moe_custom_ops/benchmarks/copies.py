@@ -1,0 +1,227 @@
+"""Copies of the tokens into the experts' order, and the (weighted) sums back."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..expert_permutation import expert_permutation
+from ..weighted_restore import (
+    inverse_permutation,
+    permute,
+    permute_with_scores,
+    restore,
+    weighted_restore,
+)
+from . import peers
+from .models import Model
+from .orders import random_ids
+from .rows import Family, Inputs, Traffic
+
+DTYPE = torch.bfloat16
+# Of a token's eight experts, those of one rank of many.
+LOCAL = 1.5
+
+
+class Order(NamedTuple):
+    """An order as this package takes it, and int64 as indexing does."""
+
+    order: Tensor
+    inverse: Tensor
+    order64: Tensor
+    inverse64: Tensor
+    tokens: int
+    topk: int
+
+
+def make_order(model: Model, num_tokens: int, device: torch.device) -> Order:
+    ids = random_ids(model, num_tokens, device)
+    order = expert_permutation(ids, model.experts)[0]
+    inverse = inverse_permutation(order, num_tokens, model.topk)
+    wide = inverse.flatten().long()
+    return Order(order, inverse, order.long(), wide, num_tokens, model.topk)
+
+
+def make_sparse_order(model: Model, num_tokens: int, device: torch.device) -> Order:
+    """Of the assignments, those that one rank of many holds."""
+    whole = make_order(model, num_tokens, device)
+    present = torch.rand(whole.order.shape, device=device) < LOCAL / model.topk
+    order = whole.order[present]
+    inverse = inverse_permutation(order, num_tokens, model.topk)
+    wide = inverse.flatten().long()
+    return Order(order, inverse, order.long(), wide, num_tokens, model.topk)
+
+
+MakeOrder = Callable[[Model, int, torch.device], Order]
+
+
+def _rows(order: Order, model: Model) -> Tensor:
+    shape = len(order.order), model.hidden
+    return torch.randn(shape, device=order.order.device, dtype=DTYPE)
+
+
+def _scores(order: Order) -> Tensor:
+    return torch.rand(order.tokens, order.topk, device=order.order.device)
+
+
+def _tokens(order: Order, model: Model) -> Tensor:
+    shape = order.tokens, model.hidden
+    return torch.randn(shape, device=order.order.device, dtype=DTYPE)
+
+
+def make_tokens(make: MakeOrder, model: Model, num_tokens: int, device: torch.device) -> Inputs:
+    order = make(model, num_tokens, device)
+    return (_tokens(order, model),), (order,)
+
+
+def make_tokens_and_scores(
+    make: MakeOrder, model: Model, num_tokens: int, device: torch.device
+) -> Inputs:
+    order = make(model, num_tokens, device)
+    return (_tokens(order, model), _scores(order)), (order,)
+
+
+def make_rows(make: MakeOrder, model: Model, num_tokens: int, device: torch.device) -> Inputs:
+    order = make(model, num_tokens, device)
+    return (_rows(order, model),), (order,)
+
+
+def make_rows_and_scores(
+    make: MakeOrder, model: Model, num_tokens: int, device: torch.device
+) -> Inputs:
+    order = make(model, num_tokens, device)
+    return (_rows(order, model), _scores(order)), (order,)
+
+
+def our_permute(tokens: Tensor, order: Order) -> Tensor:
+    return permute(tokens, order.order, order.topk, inverse=order.inverse)
+
+
+def eager_permute(tokens: Tensor, order: Order) -> Tensor:
+    return tokens[order.order64 // order.topk]
+
+
+def our_permute_with_scores(tokens: Tensor, scores: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+    return permute_with_scores(tokens, scores, order.order, inverse=order.inverse)
+
+
+def eager_permute_with_scores(
+    tokens: Tensor, scores: Tensor, order: Order
+) -> tuple[Tensor, Tensor]:
+    return tokens[order.order64 // order.topk], scores.flatten()[order.order64]
+
+
+def our_weighted_restore(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
+    return weighted_restore(rows, scores, order.order)
+
+
+def our_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
+    return weighted_restore(rows, scores, order.order, inverse=order.inverse)
+
+
+def eager_weighted_restore(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
+    """Rows to the order of the tokens, then the weighted sum in float32."""
+    shape = order.tokens * order.topk, rows.shape[1]
+    whole = torch.empty if len(rows) == shape[0] else torch.zeros
+    restored = whole(shape, dtype=rows.dtype, device=rows.device)
+    restored = restored.index_copy(0, order.order64, rows).view(order.tokens, order.topk, -1)
+    return (restored.float() * scores[..., None]).sum(1).to(rows.dtype)
+
+
+def eager_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
+    restored = rows[order.inverse64].view(order.tokens, order.topk, -1)
+    return (restored.float() * scores[..., None]).sum(1).to(rows.dtype)
+
+
+def scatter_add(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
+    """torchtitan's form: the product is rounded, and bfloat16 rows are added by atomics."""
+    weighted = (rows.float() * scores.flatten()[order.order64][:, None]).to(rows.dtype)
+    token = (order.order64 // order.topk)[:, None].expand_as(weighted)
+    out = torch.zeros(order.tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    return out.scatter_add(0, token, weighted)
+
+
+def our_restore(rows: Tensor, order: Order) -> Tensor:
+    return restore(rows, order.order, order.tokens, order.topk, inverse=order.inverse)
+
+
+def eager_restore(rows: Tensor, order: Order) -> Tensor:
+    restored = rows[order.inverse64].view(order.tokens, order.topk, -1)
+    return restored.float().sum(1).to(rows.dtype)
+
+
+def _bytes(model: Model, order: Order, scores: bool) -> tuple[int, int, int, int]:
+    """Of (the tokens, the rows, the int32 order or its inverse, the float32 scores or none)."""
+    num_rows, assignments = len(order.order), order.tokens * order.topk
+    width = DTYPE.itemsize * model.hidden
+    return order.tokens * width, num_rows * width, 4 * num_rows, 4 * assignments * scores
+
+
+def traffic_out(model: Model, inputs: Inputs, scores: bool = False) -> tuple[Traffic, Traffic]:
+    """permute: tokens to rows. Its backward adds the gradients of the rows of a token."""
+    tokens, rows, order, weights = _bytes(model, inputs[1][0], scores)
+    return (tokens + order + weights, rows + weights), (rows + order + weights, tokens + weights)
+
+
+def traffic_back(model: Model, inputs: Inputs, scores: bool = False) -> tuple[Traffic, Traffic]:
+    """The restores: rows to tokens. The backward reads the rows again for the scores' gradient."""
+    tokens, rows, order, weights = _bytes(model, inputs[1][0], scores)
+    backward = tokens + order + weights + rows * scores, rows + weights
+    return (rows + order + weights, tokens), backward
+
+
+RESTORES = {"ours": our_weighted_restore, "eager": eager_weighted_restore}
+FAMILIES = (
+    Family(
+        "permute",
+        functools.partial(make_tokens, make_order),
+        {"ours": our_permute, "eager": eager_permute},
+        traffic_out,
+    ),
+    Family(
+        "permute_with_scores",
+        functools.partial(make_tokens_and_scores, make_order),
+        {"ours": our_permute_with_scores, "eager": eager_permute_with_scores},
+        functools.partial(traffic_out, scores=True),
+        compiled=(),
+    ),
+    Family(
+        "weighted_restore",
+        functools.partial(make_rows_and_scores, make_order),
+        RESTORES | {"scatter_add": scatter_add} | peers.weighted_restore(),
+        functools.partial(traffic_back, scores=True),
+    ),
+    Family(
+        "weighted_restore(inverse)",
+        functools.partial(make_rows_and_scores, make_order),
+        {"ours": our_weighted_restore_by_inverse, "eager": eager_weighted_restore_by_inverse},
+        functools.partial(traffic_back, scores=True),
+    ),
+    Family(
+        "restore(inverse)",
+        functools.partial(make_rows, make_order),
+        {"ours": our_restore, "eager": eager_restore},
+        traffic_back,
+        compiled=(),
+    ),
+    Family(
+        "permute(1.5 of 8 local)",
+        functools.partial(make_tokens, make_sparse_order),
+        {"ours": our_permute, "eager": eager_permute},
+        traffic_out,
+        sizes=("train",),
+        compiled=(),
+        models=("Qwen3-30B-A3B", "DeepSeek-V3"),
+    ),
+    Family(
+        "weighted_restore(1.5 of 8 local)",
+        functools.partial(make_rows_and_scores, make_sparse_order),
+        RESTORES,
+        functools.partial(traffic_back, scores=True),
+        sizes=("train",),
+        compiled=(),
+        models=("Qwen3-30B-A3B", "DeepSeek-V3"),
+    ),
+)
