@@ -18,8 +18,13 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # The most columns of one program that sums a tile.
 MAX_CHUNK_COLUMNS = 512
-# Enough programs for every multiprocessor of a large GPU; below it, columns are cut finer.
+# Below as many programs, columns are cut finer. Of no device: it decides the size of a workspace.
 FEW_PROGRAMS = 512
+# Programs of a multiprocessor below which the calls of a stream fit the device together, and below
+# which a launch is cut finer: 528 and 1056 on an H200, of which the figures beside the choices are.
+FEW_PER_MULTIPROCESSOR, ENOUGH_PER_MULTIPROCESSOR = 4, 8
+# What launches are cut for under the interpreter.
+INTERPRETED_MULTIPROCESSORS = 128
 MAX_GROUPS = 8
 # The part of a loss's tile that is prefetched: what the DRAM delivers until the previous kernel has
 # ended. On an H200 half of a tile made the kernel slower.
@@ -224,14 +229,14 @@ def num_chunks(num_tiles: int, num_columns: int) -> int:
 
 
 def token_groups(
-    block_t: int, block_c: int, dtype: torch.dtype, num_programs: int, num_warps: int | None = None
+    block_t: int, block_c: int, dtype: torch.dtype, few: bool, num_warps: int | None = None
 ) -> tuple[int, int]:
     """(warps, groups of tokens side by side that fill their threads with 16-byte loads)."""
     threads_per_token = max(block_c * dtype.itemsize // 16, 1)
     if num_warps is None:
         # A thread has 32 loads in flight, which are 128 registers: more of either was slower.
         loads = block_t * threads_per_token
-        fewest = 2 if num_programs <= FEW_PROGRAMS or threads_per_token < 8 else 1
+        fewest = 2 if few or threads_per_token < 8 else 1
         num_warps = min(max(threads_per_token // 32, loads // 1024, fewest), 4)
     # More groups of narrow rows touch more lines with one load: 32 groups instead of 8 took 1.9
     # times as long for 1048576 tokens of 8 experts on an H200.
@@ -251,6 +256,23 @@ def max_registers(
         return None
     loads = block_t * block_c * dtype.itemsize // (32 * num_warps) // 4
     return max(loads, 64) + (16 if groups > 1 else 0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def few_programs(device: torch.device) -> int:
+    """Launches of no more must not run ahead: several calls would fit the device at once."""
+    return FEW_PER_MULTIPROCESSOR * _multiprocessors(device)
+
+
+def enough_programs(device: torch.device) -> int:
+    """Launches of fewer are cut finer."""
+    return ENOUGH_PER_MULTIPROCESSOR * _multiprocessors(device)
 
 
 @functools.cache

@@ -169,15 +169,14 @@ def test_the_ceiling_of_a_mix():
 def test_the_stream(mix, kernel_device):
     from moe_custom_ops.benchmarks import kernels
 
-    reads, writes = mix
-    sources = torch.rand(reads, 5000, device=kernel_device)
-    outs = torch.full((max(writes, 1), 5000), float("nan"), device=kernel_device)
-    kernels.stream(reads, writes, sources, outs)
-    total = 1 + sources.sum(0)
-    if writes:
-        torch.testing.assert_close(outs, total.expand(writes, 5000))
-    else:
-        torch.testing.assert_close(outs[0, 0], total[:4096].sum())
+    (reads, writes), block, programs = mix, 512, 3
+    sources = torch.rand(programs * reads * block, device=kernel_device)
+    length = programs * writes * block if writes else programs
+    outs = torch.full((length,), float("nan"), device=kernel_device)
+    kernels.stream(mix, block, sources, outs)
+    totals = 1 + sources.view(programs, reads, block).sum(1)
+    expected = totals[:, None].expand(programs, writes, block) if writes else totals.sum(1)
+    torch.testing.assert_close(outs, expected.flatten())
 
 
 def test_a_comparison():

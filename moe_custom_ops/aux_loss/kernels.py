@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_tokens
 from ..triton_common import (
-    FEW_PROGRAMS,
     PREFETCH_FRACTION,
     TRITON_DTYPES,
     Launch,
+    few_programs,
     float64_from_bits,
     num_chunks,
     prefetch_tile,
@@ -148,7 +148,8 @@ def tile_sums(
     num_tokens, num_columns = probs.shape
     chunks, count = num_partials(num_tokens, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
-    num_warps, groups = token_groups(block_t, block_c, probs.dtype, count, num_warps)
+    few = count <= few_programs(probs.device)
+    num_warps, groups = token_groups(block_t, block_c, probs.dtype, few, num_warps)
     return Launch(
         _aux_loss_tile_sums_kernel,
         count,
@@ -163,7 +164,7 @@ def tile_sums(
         GROUPS=groups,
         BLOCK_C=block_c,
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
-        RUN_AHEAD=count > FEW_PROGRAMS,
+        RUN_AHEAD=not few,
         num_warps=num_warps,
         overlap=True,
     )

@@ -22,6 +22,7 @@ import torch
 from . import ceilings, copies, layer, losses, orders, report
 from .models import MODELS, Model
 from .rows import BACKWARD, OURS, Family, Row, Settings, run
+from .timing import memory_bytes
 
 FAMILIES = (*losses.FAMILIES, *orders.FAMILIES, *copies.FAMILIES, *layer.FAMILIES)
 MODES = ("graph", "eager", "host")
@@ -138,11 +139,12 @@ def main(arguments: list[str] | None = None) -> int:
             wrong |= row.left_out.get(OURS, "").startswith("wrong")
             bar.write(report.line(report.as_records(rows, rate)[-1]), file=sys.stdout)
             bar.update()
-            if device.type == "cuda":
+            if options.json:
+                # After every row: a run that is stopped has not been for nothing.
+                report.write_json(header, report.as_records(rows, rate), options.json)
+            if device.type == "cuda" and 2 * torch.cuda.memory_reserved() > memory_bytes(device):
                 torch.cuda.empty_cache()
     records = report.as_records(rows, rate)
-    if options.json:
-        report.write_json(header, records, options.json)
     if options.csv:
         report.write_csv(records, options.csv)
     if options.plot:

@@ -21,41 +21,45 @@ MIXES = ((0, 1), (1, 8), (1, 1), (2, 1), (8, 1), (1, 0))
 CPU_MIXES = ((0, 1), (1, 1), (2, 1), (1, 0))
 
 
+# Elements of a block; of these the fastest is the ceiling.
+BLOCKS = (512, 1024, 2048)
+
+
 def _on_cpu(mix: tuple[int, int], sources: Tensor, outs: Tensor) -> Any:
     if mix == (0, 1):
-        return outs[0].fill_(1.0)
+        return outs.fill_(1.0)
     if mix == (1, 1):
-        return torch.neg(sources[0], out=outs[0])
+        return torch.neg(sources, out=outs)
     if mix == (2, 1):
-        return torch.add(sources[0], sources[1], out=outs[0])
+        return torch.add(*sources.chunk(2), out=outs)
     return sources.sum()
-
-
-def _stream(mix: tuple[int, int], sources: Tensor, outs: Tensor) -> Any:
-    if sources.is_cuda:
-        from .kernels import stream
-
-        return stream(*mix, sources, outs)
-    return _on_cpu(mix, sources, outs)
 
 
 def measure(
     device: torch.device, mode: str, repeats: int, cuda_stream: "torch.cuda.Stream | None"
 ) -> dict[tuple[int, int], float]:
-    """Bytes per microsecond of each mix, over buffers of together 16 times the cache."""
-    total = 16 * cache_bytes(device)
+    """Bytes per microsecond of each mix, over 16 times the cache."""
+    elements = 16 * cache_bytes(device) // 4
+    on_gpu = device.type == "cuda"
     rates = {}
-    for reads, writes in MIXES if device.type == "cuda" else CPU_MIXES:
-        length = total // (reads + writes) // 4
-        sources = torch.rand(reads, length, device=device)
-        # A reduction has room for one value of each block.
-        outs = torch.empty(max(writes, 1), length, device=device)
-        call = functools.partial(_stream, (reads, writes))
-        num_bytes = (reads + writes) * length * 4
+    for reads, writes in MIXES if on_gpu else CPU_MIXES:
+        # As many as every block divides.
+        unit = elements // (reads + writes) // max(BLOCKS) * max(BLOCKS)
+        sources = torch.rand(reads * unit, device=device)
+        outs = torch.empty(max(writes, 1) * unit, device=device)
+        num_bytes = (reads + writes) * unit * 4
+        calls: dict[str, Any] = {}
+        if on_gpu:
+            from .kernels import stream
+
+            for block in BLOCKS:
+                calls[str(block)] = functools.partial(stream, (reads, writes), block)
+        else:
+            calls[""] = functools.partial(_on_cpu, (reads, writes))
+        variants: Any = {name: (call, [(sources, outs)]) for name, call in calls.items()}
         number = calls_per_batch(num_bytes, 1, device)
-        inputs = [(sources, outs)]
-        times = time_calls({"": (call, inputs)}, number, mode, repeats, device, cuda_stream)
-        rates[reads, writes] = num_bytes / times[""]
+        times = time_calls(variants, number, mode, repeats, device, cuda_stream)
+        rates[reads, writes] = num_bytes / min(times.values())
     return rates
 
 

@@ -119,7 +119,6 @@ FAMILIES = (
         {"ours": our_path, "eager": eager_path},
         traffic_of_path,
         (FORWARD, BOTH),
-        compiled=("decode", "train"),
     ),
     Family(
         "layer",

@@ -61,7 +61,6 @@ FAMILIES = (
         {"ours": ours, "eager": eager, **peers.aux_loss(COEFF)},
         traffic,
         sizes=("decode", "train", "long"),
-        compiled=("train", "long"),
     ),
     Family(
         "sequence_aux_loss",

@@ -4,8 +4,8 @@
 
 For 1, 2, 4, 8 of the ranks, as far as they go: digests of the loss and its gradient of one batch,
 by eager, compiled and captured calls; the time of the ordered gather against an all-reduce of the
-loss; and steps of an expert-parallel layer by both transports, held against a layer of one rank. One
-file takes the runs under several ``NCCL_ALGO``. Exits with 1 where bits or the layer differ.
+loss; and steps of an expert-parallel layer by both transports, held against a layer of one rank.
+One file takes the runs under several ``NCCL_ALGO``. Exits with 1 where bits or the layer differ.
 """
 
 import argparse
@@ -211,6 +211,16 @@ def _make(rank: Rank, capacity: int | None, spread: bool) -> MoE:
     )
 
 
+@torch.no_grad()
+def _part_of(layer: MoE, whole: MoE, rank: Rank) -> MoE:
+    """``layer`` with this rank's parts of ``whole``."""
+    layer.router.weight.copy_(whole.router.weight)
+    for own, parameter in ((layer.up, whole.up), (layer.down, whole.down)):
+        first = 0 if len(own) == len(parameter) else rank.group.rank() * len(own)
+        own.copy_(parameter[first : first + len(own)])
+    return layer
+
+
 def _layer_step(layer: MoE, x: Tensor, target: Tensor) -> Callable[[], Tensor]:
     parameters = list(layer.parameters())
 
@@ -224,10 +234,7 @@ def _layer_step(layer: MoE, x: Tensor, target: Tensor) -> Callable[[], Tensor]:
 
 
 def layers(rank: Rank) -> list[Layer]:
-    """Forward and backward by each transport, and without one; ``error`` is of the output.
-
-    Ranks of one seed hold the parts of the layer of one rank, which every rank also has whole.
-    """
+    """Forward and backward by each transport, and without one; ``error`` is of the output."""
     scale = rank.scale
     generator = torch.Generator().manual_seed(rank.group.rank())
     shape = scale.tokens, scale.hidden
@@ -239,17 +246,18 @@ def layers(rank: Rank) -> list[Layer]:
     capacity = min(even + even // 4, scale.tokens * scale.topk)
     on_gpu = rank.device.type == "cuda"
     rows: list[Layer] = []
-    expected: Tensor | None = None
+    whole = _make(rank, None, False)
+    with torch.no_grad():
+        expected = whole(x)[0].float()
     for name, spread, limit in (
         ("one rank", False, None),
         ("exact", True, None),
         ("capacity", True, capacity),
     ):
-        layer = _make(rank, limit, spread)
+        layer = _part_of(_make(rank, limit, spread), whole, rank)
         step = _layer_step(layer, x, target)
         with torch.no_grad():
             out = layer(x)[0].float()
-        expected = out if expected is None else expected
         error = ((out - expected).norm() / expected.norm()).item()
         dropped = 0 if layer.num_dropped is None else int(layer.num_dropped.item())
         ms = _time(step, rank, 5 if on_gpu else 1, 7 if on_gpu else 2) / 1e3

@@ -18,6 +18,7 @@ NAME_WIDTH = 52
 
 def header(device: torch.device, mode: str, rates: dict[tuple[int, int], float]) -> dict[str, Any]:
     """Where and with what the rows were made; clocks as they are found, in MHz."""
+    here = str(Path(__file__).parent)
     values: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
         "driver": None,
@@ -26,7 +27,9 @@ def header(device: torch.device, mode: str, rates: dict[tuple[int, int], float])
         "torch": torch.__version__,
         "triton": _triton_version(),
         "python": platform.python_version(),
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": _output(
+            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
+        ),
         "mode": mode,
     }
     if device.type == "cuda":

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..fixed_order import accumulator_dtype, next_power_of_2, num_tiles, tile_tokens
 from ..triton_common import (
-    FEW_PROGRAMS,
     PREFETCH_FRACTION,
     TRITON_DTYPES,
     Launch,
+    few_programs,
     float64_from_bits,
     max_registers,
     num_chunks,
@@ -252,7 +252,8 @@ def tile_sums(
         slots = num_sequences * num_tiles(num_tokens, num_columns)
     chunks = num_chunks(num_slots, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
-    num_warps, groups = token_groups(block_t, block_c, probs.dtype, slots * chunks, num_warps)
+    few = slots * chunks <= few_programs(probs.device)
+    num_warps, groups = token_groups(block_t, block_c, probs.dtype, few, num_warps)
     return Launch(
         _sequence_tile_sums_kernel,
         slots * chunks,
@@ -270,7 +271,7 @@ def tile_sums(
         BLOCK_C=block_c,
         BLOCK_B=min(next_power_of_2(num_sequences + 1), SEARCH_BLOCK),
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
-        RUN_AHEAD=slots * chunks > FEW_PROGRAMS,
+        RUN_AHEAD=not few,
         num_warps=num_warps,
         maxnreg=max_registers(block_t, block_c, probs.dtype, num_warps, groups),
         overlap=True,

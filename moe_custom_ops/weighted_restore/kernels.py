@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..fixed_order import accumulator_dtype, next_power_of_2
 from ..triton_common import (
-    FEW_PROGRAMS,
     TRITON_DTYPES,
     Launch,
     cast,
+    enough_programs,
+    few_programs,
     prefetch,
     prefetch_tile,
     strides,
@@ -42,8 +43,6 @@ LOAD_BYTES = 16
 MAX_BLOCK_K = 8
 ZERO_BLOCK_ROWS = 32
 ZERO_COLUMNS = tl.constexpr(256)
-# Fewer programs than this are made more by cutting finer.
-ENOUGH_PROGRAMS = 1024
 
 
 @triton.jit
@@ -559,7 +558,7 @@ def restore(
     """
     num_rows, num_columns = rows.shape
     if block_h is None:
-        block_h = _columns_per_program(num_tokens, num_columns)
+        block_h = _columns_per_program(num_tokens, num_columns, rows.device)
     # A width of 0 still has slots to write.
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     programs = num_tokens * blocks_h
@@ -585,7 +584,7 @@ def restore(
         BLOCK_H=block_h,
         LOADS=LOAD_BYTES // rows.itemsize,
         ACC=TRITON_DTYPES[accumulator_dtype(rows.dtype)],
-        RUN_AHEAD=programs > FEW_PROGRAMS,
+        RUN_AHEAD=programs > few_programs(rows.device),
         num_warps=num_warps,
         # For the loads that are on their way; left alone, the compiler issues two at a time.
         maxnreg=96 if block_h > 256 * num_warps else 64,
@@ -607,7 +606,7 @@ def permute(
     num_tokens, num_columns = tokens.shape
     (num_rows,) = token_indices_sorted.shape
     if block_h is None:
-        block_h = _columns_per_program(num_tokens, num_columns)
+        block_h = _columns_per_program(num_tokens, num_columns, tokens.device)
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     stride_t, stride_h = tokens.stride()
     unit = _unit(tokens.dtype, num_columns, stride_t)
@@ -629,18 +628,16 @@ def permute(
         BLOCKS_H=blocks_h,
         BLOCK_H=block_h,
         ZERO_ROWS=ZERO_BLOCK_ROWS,
-        RUN_AHEAD=programs > FEW_PROGRAMS,
+        RUN_AHEAD=programs > few_programs(tokens.device),
         num_warps=num_warps,
         overlap=True,
     )
 
 
-def _columns_per_program(num_tokens: int, num_columns: int) -> int:
+def _columns_per_program(num_tokens: int, num_columns: int, device: torch.device) -> int:
     """Few tokens are cut finer."""
-    block_h = min(next_power_of_2(num_columns), MAX_BLOCK_H)
-    while (
-        block_h > MIN_BLOCK_H and num_tokens * triton.cdiv(num_columns, block_h) < ENOUGH_PROGRAMS
-    ):
+    block_h, enough = min(next_power_of_2(num_columns), MAX_BLOCK_H), enough_programs(device)
+    while block_h > MIN_BLOCK_H and num_tokens * triton.cdiv(num_columns, block_h) < enough:
         block_h //= 2
     return block_h
 
@@ -665,10 +662,11 @@ def restore_backward(
     (num_rows,) = token_indices_sorted.shape
     # Where few rows exist, one program takes a token and skips what is absent: 0.7 of the time at
     # 1.5 rows of 8 on an H200.
-    skip = 2 * num_rows <= num_tokens * topk and num_tokens >= ENOUGH_PROGRAMS
+    enough = enough_programs(grad.device)
+    skip = 2 * num_rows <= num_tokens * topk and num_tokens >= enough
     if block_k is None:
         block_k = min(next_power_of_2(topk), 2 if skip else MAX_BLOCK_K)
-        while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < ENOUGH_PROGRAMS:
+        while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < enough:
             block_k //= 2
     if blocks is None:
         blocks = triton.cdiv(topk, block_k) if skip else 1
@@ -704,10 +702,10 @@ def restore_backward(
         LANES=ACCUMULATOR_LANES,
         ZERO_ROWS=ZERO_BLOCK_ROWS,
         # Few programs do not fill the memory system by their own loads.
-        PREFETCH=num_tokens * blocks_k < FEW_PROGRAMS,
+        PREFETCH=num_tokens * blocks_k < few_programs(grad.device),
         COLUMNS=next_power_of_2(num_columns),
         ACC=TRITON_DTYPES[accumulator_dtype(grad.dtype)],
-        RUN_AHEAD=programs > FEW_PROGRAMS,
+        RUN_AHEAD=programs > few_programs(grad.device),
         num_warps=num_warps,
         overlap=True,
     )

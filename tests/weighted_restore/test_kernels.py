@@ -221,7 +221,7 @@ def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
     """The backward then takes a token, not a block of its assignments, per program."""
     from moe_custom_ops.weighted_restore import kernels
 
-    monkeypatch.setattr(kernels, "ENOUGH_PROGRAMS", 20)
+    monkeypatch.setattr(kernels, "enough_programs", lambda device: 20)
     rows, scores, indices, addend, grad = inputs(30, 3, 9)
     scores[indices[80] // 3] = torch.nan
     for kept in (slice(0), slice(40), slice(1, 80, 7)):
