@@ -27,9 +27,7 @@ def header(device: torch.device, mode: str, rates: dict[tuple[int, int], float])
         "torch": torch.__version__,
         "triton": _triton_version(),
         "python": platform.python_version(),
-        "commit": _output(
-            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
-        ),
+        "commit": _output("git", "-C", here, "describe", "--always", "--dirty"),
         "mode": mode,
     }
     if device.type == "cuda":
