@@ -44,17 +44,27 @@ def assert_within(
     that a zeroed result fails wherever its terms do not cancel: this is asserted too. The budget
     has one smallest subnormal on top, which a result in that range may be off by.
     """
-    eps, tiny = torch.finfo(actual.dtype).eps, torch.finfo(actual.dtype).smallest_normal
-    oracle, magnitude = oracle.double().cpu(), magnitude.double().cpu()
-    budget = magnitude * roundings * eps + tiny * eps
+    oracle = oracle.double().cpu()
+    budget = budget_of(actual.dtype, magnitude, roundings)
+    assert_within_budget(actual, oracle, budget, what)
+    if oracle.numel() and (oracle != 0).any():
+        assert (oracle.abs() > budget).any(), f"{what}: a result of zero would pass this budget"
+
+
+def budget_of(dtype: torch.dtype, magnitude: Tensor, roundings: float) -> Tensor:
+    """The budget of :func:`assert_within` for a result of ``dtype``, in float64."""
+    eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    return magnitude.double().cpu() * roundings * eps + tiny * eps
+
+
+def assert_within_budget(actual: Tensor, oracle: Tensor, budget: Tensor, what: str) -> None:
+    """|actual - oracle| <= budget, elementwise, whether or not zero would pass."""
     error = (actual.detach().double().cpu() - oracle).abs()
     worst = (error - budget).argmax() if error.numel() else 0
     assert (error <= budget).all(), (
         f"{what}: error {error.flatten()[worst].item():.3e} over a budget of "
         f"{budget.flatten()[worst].item():.3e}"
     )
-    if oracle.numel() and (oracle != 0).any():
-        assert (oracle.abs() > budget).any(), f"{what}: a result of zero would pass this budget"
 
 
 def assert_close_in_norm(

@@ -1,0 +1,85 @@
+"""A call of an op as the Python source that makes it."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+import moe_custom_ops
+
+from . import tensors
+
+HEADER = """\
+import torch
+import moe_custom_ops
+from moe_custom_ops.testing.fuzz import check, tensors as t
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """What a broken call raises: ``error``, with a message that names ``argument``.
+
+    ``by_schema`` where ``torch.ops.moe`` need not say the same: a type that its schema converts or
+    refuses before the op sees it.
+    """
+
+    error: str
+    argument: str
+    by_schema: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """``sources`` are expressions, one per argument; each may name those before it.
+
+    ``leaves`` are the arguments that require a gradient; ``grads`` the source of each result's
+    incoming gradient, or None where it has none.
+    """
+
+    op: str
+    sources: dict[str, str]
+    leaves: tuple[str, ...] = ()
+    grads: tuple[str | None, ...] = ()
+    refusal: Refusal | None = None
+
+    def build(self) -> dict[str, Any]:
+        """What :func:`check` takes, made by the printed source and nothing else."""
+        made: dict[str, Any] = {"torch": torch, "moe_custom_ops": moe_custom_ops, "t": tensors}
+        for name, source in self.sources.items():
+            made[name] = eval(source, made)
+        return {
+            "op": self.op,
+            "arguments": {name: made[name] for name in self.sources},
+            "leaves": self.leaves,
+            "grads": tuple(None if g is None else eval(g, made) for g in self.grads),
+            "refusal": self.refusal,
+        }
+
+    def pasteable(self) -> str:
+        """A program that makes this call and checks it."""
+        lines = [f"{name} = {source}" for name, source in self.sources.items()]
+        arguments = ", ".join(f"{name}={name}" for name in self.sources)
+        options = []
+        if self.leaves:
+            grads = "".join(f"{grad}, " for grad in self.grads)
+            options = [f"leaves={self.leaves!r}", f"grads=({grads})"]
+        if self.refusal:
+            options.append(f"refusal={dataclasses.astuple(self.refusal)!r}")
+        check = ", ".join([repr(self.op), "call", *options])
+        return "\n".join(
+            [
+                HEADER,
+                *lines,
+                f"call = dict({arguments})",
+                f"check({check})",
+                f"# The call by itself: moe_custom_ops.{self.op}(**call)\n",
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return f"\n\n{self.pasteable()}\n"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How hypothesis prints it."""
+        printer.text(repr(self))
