@@ -34,23 +34,29 @@ class Call:
     """``sources`` are expressions, one per argument; each may name those before it.
 
     ``leaves`` are the arguments that require a gradient; ``grads`` the source of each result's
-    incoming gradient, or None where it has none.
+    incoming gradient, or None where it has none. A ``change`` (argument, source) is made last, and
+    may name what it replaces. ``workspace_size`` is the source of the bytes that the op needs.
     """
 
     op: str
     sources: dict[str, str]
     leaves: tuple[str, ...] = ()
     grads: tuple[str | None, ...] = ()
+    change: tuple[str, str] | None = None
     refusal: Refusal | None = None
+    workspace_size: str | None = None
+
+    def _statements(self) -> list[tuple[str, str]]:
+        return [*self.sources.items(), *([self.change] if self.change else [])]
 
     def build(self) -> dict[str, Any]:
         """What :func:`check` takes, made by the printed source and nothing else."""
         made: dict[str, Any] = {"torch": torch, "moe_custom_ops": moe_custom_ops, "t": tensors}
-        for name, source in self.sources.items():
+        for name, source in self._statements():
             made[name] = eval(source, made)
         return {
             "op": self.op,
-            "arguments": {name: made[name] for name in self.sources},
+            "arguments": {name: made[name] for name, _ in self._statements()},
             "leaves": self.leaves,
             "grads": tuple(None if g is None else eval(g, made) for g in self.grads),
             "refusal": self.refusal,
@@ -58,8 +64,8 @@ class Call:
 
     def pasteable(self) -> str:
         """A program that makes this call and checks it."""
-        lines = [f"{name} = {source}" for name, source in self.sources.items()]
-        arguments = ", ".join(f"{name}={name}" for name in self.sources)
+        lines = [f"{name} = {source}" for name, source in self._statements()]
+        arguments = ", ".join(f"{name}={name}" for name in dict(self._statements()))
         options = []
         if self.leaves:
             grads = "".join(f"{grad}, " for grad in self.grads)

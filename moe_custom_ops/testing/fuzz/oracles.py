@@ -39,7 +39,7 @@ def sequence_aux_loss(
     token_mask: Tensor | None = None,
 ) -> Tensor:
     if cu_seqlens is None:
-        cuts = [(b, slice(None)) for b in range(probs.shape[0])]
+        cuts: list[tuple[Any, slice]] = [(b, slice(None)) for b in range(probs.shape[0])]
     else:
         cuts = [(..., slice(*ends)) for ends in itertools.pairwise(cu_seqlens.tolist())]
     losses = []
