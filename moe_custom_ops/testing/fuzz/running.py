@@ -25,7 +25,12 @@ class Outcome:
         return f"{error}\n\n{self.call.pasteable()}"
 
 
-def run(strategy: st.SearchStrategy[Call], examples: int, seed: int | None = None) -> Outcome:
+def run(
+    strategy: st.SearchStrategy[Call],
+    examples: int,
+    seed: int | None = None,
+    shrink: bool = True,
+) -> Outcome:
     """Check ``examples`` calls: the same each time without a ``seed``, others with another."""
     outcome = Outcome(0, Seen())
 
@@ -37,7 +42,9 @@ def run(strategy: st.SearchStrategy[Call], examples: int, seed: int | None = Non
             outcome.call, outcome.error = call, error
             raise
 
+    phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
     settings = hypothesis.settings(
+        phases=phases,
         max_examples=examples,
         deadline=None,
         derandomize=seed is None,

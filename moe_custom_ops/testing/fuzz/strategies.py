@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from .calls import Call
+from .properties import INTERPRETED
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -27,11 +28,17 @@ MOVED = (
     torch.bool,
 )
 
+
+def _sizes(few: Sequence[Any], more: Sequence[Any]) -> st.SearchStrategy[Any]:
+    """``more`` too, but under the interpreter, where a program takes milliseconds."""
+    return st.sampled_from(few if INTERPRETED else [*few, *more])
+
+
 _SEED = st.integers(0, 9999)
-_HIDDEN = st.sampled_from([1, 2, 3, 8, 16, 33, 0, 7, 130, 520, 1030])
-_EXPERTS = st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33, 64, 130])
-_TOPK = st.sampled_from([1, 2, 3, 4, 6, 8, 9])
-_TOKENS = st.integers(0, 20)
+_HIDDEN = _sizes([1, 2, 3, 8, 16, 33, 0, 7, 130], [520, 1030])
+_EXPERTS = _sizes([1, 2, 3, 4, 7, 8, 16, 33], [64, 130])
+_TOPK = _sizes([1, 2, 3], [4, 6, 8, 9])
+_TOKENS = _sizes(range(6), range(6, 21))
 _OFTEN = st.sampled_from([True, True, True, False])
 _RARELY = st.sampled_from([False, False, False, True])
 _SELDOM = st.sampled_from([False] * 11 + [True])
@@ -116,8 +123,8 @@ def _mask(draw: Draw, shape: Sequence[int]) -> str | None:
 def _tokens_and_experts(draw: Draw) -> tuple[int, int]:
     """Mostly few; now and then more than a tile, or experts of more than a chunk."""
     if draw(_SELDOM):
-        return draw(st.sampled_from([(70, 130), (513, 4), (1100, 8), (17, 1100)]))
-    return draw(st.integers(0, 40)), draw(_EXPERTS)
+        return draw(_sizes([(70, 130), (513, 4)], [(1100, 8), (17, 1100)]))
+    return draw(_sizes(range(12), range(12, 40))), draw(_EXPERTS)
 
 
 _COEFF = st.sampled_from([1e-2, 1.0, 0.0, -0.5, 1e-4])
@@ -154,7 +161,7 @@ def aux_loss(draw: Draw) -> Call:
 @st.composite
 def sequence_aux_loss(draw: Draw) -> Call:
     num_tokens, num_experts = _tokens_and_experts(draw)
-    num_sequences = draw(st.integers(0, 5))
+    num_sequences = draw(_sizes(range(4), [4, 5]))
     dtype = draw(st.sampled_from(FLOATS))
     sources: dict[str, str] = {}
     if draw(_EITHER):
@@ -188,9 +195,9 @@ def _alignment_and_rows(draw: Draw, sources: dict[str, str], num_assignments: in
 
 @st.composite
 def expert_permutation(draw: Draw) -> Call:
-    num_experts = draw(_EXPERTS) if not draw(_SELDOM) else draw(st.sampled_from([300, 4096]))
+    num_experts = draw(_EXPERTS) if not draw(_SELDOM) else draw(_sizes([300], [4096]))
     topk = draw(_TOPK)
-    lead = draw(st.sampled_from([(1,), (2, 3), (), (0,), (7,), (33,), (2, 0), (90,)]))
+    lead = draw(_sizes([(1,), (2, 3), (), (0,), (7,), (2, 0), (33,)], [(90,)]))
     index = draw(st.sampled_from(INDICES))
     low, high = draw(st.sampled_from([(0, num_experts), (-2, num_experts + 2), (-1, 1)]))
     shape = (*lead, topk)
@@ -208,7 +215,7 @@ def expert_permutation(draw: Draw) -> Call:
 
 @st.composite
 def expert_permutation_from_map(draw: Draw) -> Call:
-    num_tokens, num_experts = draw(st.sampled_from([0, 1, 2, 5, 33, 70])), draw(_EXPERTS)
+    num_tokens, num_experts = draw(_sizes([0, 1, 2, 5, 33], [70])), draw(_EXPERTS)
     topk = min(draw(_TOPK), num_experts)
     share = draw(st.sampled_from([topk / num_experts, 0.5, 0.0, 1.0]))
     shape = (num_tokens, num_experts)
@@ -222,14 +229,14 @@ def expert_permutation_from_map(draw: Draw) -> Call:
 
 @st.composite
 def expert_permutation_from_counts(draw: Draw) -> Call:
-    shape = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 4, 7, 33]))
+    shape = draw(st.integers(1, 8)), draw(_sizes([1, 2, 4, 7], [33]))
     index = draw(st.sampled_from(INDICES))
     ranges = [(0, 9), (-3, 4), (0, 1), (2**30, 2**31 - 1)]
     ranges += [(2**31, 2**40)] if index == torch.int64 else []
     low, high = draw(st.sampled_from(ranges))
     counts = f"t.integers({shape}, {index}, {draw(_SEED)}, {low}, {high})"
     sources = {"counts": _laid_out(draw, counts, shape, expandable=True)}
-    sources["num_rows"] = str(draw(st.integers(0, 200)))
+    sources["num_rows"] = str(draw(_sizes(range(40), range(40, 200))))
     if draw(_EITHER):
         sources["alignment"] = str(draw(st.sampled_from([1, 3, 16, 2**30, 2**31 - 1])))
     _add(sources, workspace=_workspace(draw, str(draw(st.sampled_from([0, 64])))))
@@ -257,7 +264,7 @@ def compose_permutations(draw: Draw) -> Call:
 
 @st.composite
 def inverse_permutation(draw: Draw) -> Call:
-    num_tokens = draw(_TOKENS) if draw(_OFTEN) else draw(st.sampled_from([130, 300]))
+    num_tokens = draw(_TOKENS) if draw(_OFTEN) else draw(_sizes([130], [300]))
     topk = draw(_TOPK)
     order, _ = _order(draw, num_tokens * topk)
     sources = {"token_indices_sorted": order, "num_tokens": str(num_tokens), "topk": str(topk)}
@@ -298,7 +305,7 @@ def _addend(draw: Draw, shape: Sequence[int], dtype: torch.dtype) -> str | None:
 
 @st.composite
 def weighted_restore(draw: Draw) -> Call:
-    lead = draw(st.sampled_from([(1,), (3,), (2, 3), (), (0,), (2, 0), (17,), (2, 1, 2)]))
+    lead = draw(_sizes([(1,), (3,), (), (0,), (2, 0), (2, 1, 2)], [(2, 3), (17,)]))
     topk, hidden, dtype = draw(_TOPK), draw(_HIDDEN), draw(st.sampled_from(FLOATS))
     shape = (*lead, topk)
     sources: dict[str, str] = {}
