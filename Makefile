@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test fuzz lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/python compile_examples/train_moe.py
@@ -11,6 +11,12 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m kernels
+
+# Of all ops together: make fuzz MOE_FUZZ_EXAMPLES=1000
+MOE_FUZZ_EXAMPLES ?= 100000
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m moe_custom_ops.testing.fuzz --examples $(MOE_FUZZ_EXAMPLES)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

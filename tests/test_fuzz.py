@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"),
 ]
 
-EXAMPLES = 12 if INTERPRETED else 60
+EXAMPLES = 20 if INTERPRETED else 60
 # Enough to meet what a call in twenty has.
 FAULT_EXAMPLES = 200
 # What is the same in every process is tested in the faster one.
@@ -177,7 +177,10 @@ def assert_found_and_pasteable(outcome):
     assert str(again.value) == str(outcome.error)
 
 
-@pytest.mark.parametrize(("op", "strategies", "module", "name", "fault"), FAULTS)
+@pytest.mark.parametrize(
+    ("op", "strategies", "module", "name", "fault"),
+    [pytest.param(*x, id=f"{x[0]}-{x[3]}-{x[4].__name__}") for x in FAULTS],
+)
 def test_a_planted_fault_is_found_and_its_call_pastes(
     op, strategies, module, name, fault, monkeypatch
 ):

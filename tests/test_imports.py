@@ -143,7 +143,7 @@ ALLOWED = {
     "triton_common": {"fixed_order"},
     "backend": set(),
     "batching": set(),
-    "testing": {"testing"},
+    "testing": {"testing", "direct", "triton_common"},
     "benchmarks": {"api", "benchmarks", "integrations", "testing", "kernels", "nn"},
     "check": {"api", "check", "distributed", "testing"},
     "distributed": {"api", "distributed", "ops", "checks", "fixed_order"},

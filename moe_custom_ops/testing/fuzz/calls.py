@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 
-import moe_custom_ops
-
 from . import tensors
+from .properties import INTERPRETED, PACKAGE
 
-HEADER = """\
+_HEADER = """\
 import torch
 import moe_custom_ops
 from moe_custom_ops.testing.fuzz import check, tensors as t
 """
+if INTERPRETED:
+    _HEADER = "# In a process with TRITON_INTERPRET=1.\n" + _HEADER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Call:
 
     def build(self) -> dict[str, Any]:
         """What :func:`check` takes, made by the printed source and nothing else."""
-        made: dict[str, Any] = {"torch": torch, "moe_custom_ops": moe_custom_ops, "t": tensors}
+        made: dict[str, Any] = {"torch": torch, "moe_custom_ops": PACKAGE, "t": tensors}
         for name, source in self._statements():
             made[name] = eval(source, made)
         return {
@@ -75,7 +76,7 @@ class Call:
         check = ", ".join([repr(self.op), "call", *options])
         return "\n".join(
             [
-                HEADER,
+                _HEADER,
                 *lines,
                 f"call = dict({arguments})",
                 f"check({check})",

@@ -8,9 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-import moe_custom_ops
-
 from .calls import Call, Refusal
+from .properties import PACKAGE
 from .strategies import VALID
 
 # (argument, its source, what is raised)
@@ -149,7 +148,7 @@ def _of_integer(name: str, minimum: int, maximum: int | None) -> Iterator[Mutati
 
 def _of_workspace(size: str) -> Iterator[Mutation]:
     name = "workspace"
-    if eval(size, {"torch": torch, "moe_custom_ops": moe_custom_ops}):
+    if eval(size, {"torch": torch, "moe_custom_ops": PACKAGE}):
         yield name, f"t.scratch({size} - 1)", _value(name)
         yield name, "t.scratch(0)", _value(name)
     yield name, f"t.scratch({size} + 16)[1:]", _value(name)

@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import dataclasses
+import importlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import moe_custom_ops
-
 from ... import direct
 from ..compare import assert_same_bits, assert_within_budget, budget_of
 from . import tensors
 from .oracles import ORACLES
 
+PACKAGE = importlib.import_module("moe_custom_ops")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Where ops run by their kernels, if anywhere: interpreted ones take CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -173,7 +173,7 @@ def _check_valid(
     op: str, arguments: dict[str, Any], leaves: Sequence[str], grads: Sequence[Tensor | None]
 ) -> Seen:
     seen = Seen()
-    documented = getattr(moe_custom_ops, op)
+    documented = getattr(PACKAGE, op)
     # compose_permutations is plain PyTorch.
     registered = getattr(torch.ops.moe, op, documented)
     expected, expected_grads = _run(registered, _plain(arguments), leaves, grads, "cpu")
@@ -181,6 +181,8 @@ def _check_valid(
     if HAS_KERNELS:
         # Elsewhere the documented function calls it as it is.
         paths.append((registered, "torch.ops.moe"))
+    if DEVICE == "cuda":
+        paths.append((documented, "the documented function, by the plan of its first call"))
     with kernels(seen):
         for function, path in paths:
             actual, actual_grads = _run(function, arguments, leaves, grads, DEVICE)
@@ -325,7 +327,7 @@ def _check_refused(
     by_schema: bool = False,
 ) -> Seen:
     seen = Seen()
-    functions = [getattr(moe_custom_ops, op)]
+    functions = [getattr(PACKAGE, op)]
     if not by_schema and hasattr(torch.ops.moe, op):
         functions.append(getattr(torch.ops.moe, op))
     own = _own(arguments, leaves, DEVICE)

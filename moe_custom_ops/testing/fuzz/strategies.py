@@ -127,7 +127,7 @@ def _tokens_and_experts(draw: Draw) -> tuple[int, int]:
     return draw(_sizes(range(12), range(12, 40))), draw(_EXPERTS)
 
 
-_COEFF = st.sampled_from([1e-2, 1.0, 0.0, -0.5, 1e-4])
+_COEFF = st.sampled_from([1e-2, 1.0, 0.0, -0.5, 1e-4, 1, -0.0])
 
 
 @st.composite
@@ -199,7 +199,10 @@ def expert_permutation(draw: Draw) -> Call:
     topk = draw(_TOPK)
     lead = draw(_sizes([(1,), (2, 3), (), (0,), (7,), (2, 0), (33,)], [(90,)]))
     index = draw(st.sampled_from(INDICES))
-    low, high = draw(st.sampled_from([(0, num_experts), (-2, num_experts + 2), (-1, 1)]))
+    ranges = [(0, num_experts), (-2, num_experts + 2), (-1, 1)]
+    # The low halves of these are experts.
+    ranges += [(2**32 - 2, 2**32 + num_experts)] if index == torch.int64 else []
+    low, high = draw(st.sampled_from(ranges))
     shape = (*lead, topk)
     ids = f"t.integers({shape}, {index}, {draw(_SEED)}, {low}, {high})"
     sources = {
