@@ -152,6 +152,23 @@ def writing(function):
     return wrong
 
 
+def scribbling(function):
+    def wrong(op, workspace, *rest):
+        if isinstance(workspace, torch.Tensor):
+            workspace.zero_()
+        return function(op, workspace, *rest)
+
+    return wrong
+
+
+def launching(function):
+    def wrong(*arguments):
+        torch.ops.moe.inverse(torch.arange(3), [3, 1])
+        return function(*arguments)
+
+    return wrong
+
+
 FAULTS = [
     ("permute", VALID, restore_reference, "grad_rows", off_by_one_ulp),
     ("weighted_restore", VALID, restore_reference, "weighted_restore", last_row_unwritten),
@@ -159,8 +176,11 @@ FAULTS = [
     ("weighted_restore", VALID, restore_reference, "grad_scores", zeroed),
     ("aux_loss", VALID, aux, "grad_row", zeroed),
     ("aux_loss", INVALID, workspaces, "resolve", unchecked),
+    ("aux_loss", INVALID, workspaces, "resolve", scribbling),
     ("weighted_restore", INVALID, checks, "same_device", silent),
 ]
+if not HAS_KERNELS:
+    FAULTS.append(("permute", INVALID, workspaces, "resolve", launching))
 # Which only a comparison of bits can find.
 ULPS = [
     ("weighted_restore", VALID, restore_reference, "weighted_restore", off_by_one_ulp),
