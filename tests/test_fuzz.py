@@ -221,7 +221,7 @@ def test_a_gradient_that_is_zero_by_every_path_is_found(op, leaf, monkeypatch):
         ]
 
     monkeypatch.setattr(properties, "_run", zero)
-    assert_found_and_pasteable(run(VALID[op], FAULT_EXAMPLES))
+    assert_found_and_pasteable(run(VALID[op], FAULT_EXAMPLES, shrink=False))
 
 
 @once

@@ -1,6 +1,6 @@
 """Drawn calls of every op, valid and invalid, and what must hold of each.
 
-``strategies``, ``mutations`` and ``running`` need hypothesis; what a printed call imports does not.
+What a printed call imports needs no hypothesis; what draws one does.
 ``python -m moe_custom_ops.testing.fuzz --examples 100000`` runs many.
 """
 
