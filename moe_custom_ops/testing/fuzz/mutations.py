@@ -229,7 +229,10 @@ def mutations(call: Call) -> list[Mutation]:
 @st.composite
 def _broken(draw: st.DrawFn, valid: st.SearchStrategy[Call]) -> Call:
     call = draw(valid)
-    name, source, refusal = draw(st.sampled_from(mutations(call)))
+    broken: dict[str, list[Mutation]] = {}
+    for mutation in mutations(call):
+        broken.setdefault(mutation[0], []).append(mutation)
+    name, source, refusal = draw(st.sampled_from(broken[draw(st.sampled_from(sorted(broken)))]))
     leaves = tuple(leaf for leaf in call.leaves if leaf != name or source == _RECORDED)
     return dataclasses.replace(call, change=(name, source), leaves=leaves, refusal=refusal)
 
