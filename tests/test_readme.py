@@ -1,3 +1,4 @@
+import json
 import re
 
 
@@ -27,3 +28,23 @@ def test_every_link_leads_somewhere(root):
     for page in (root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_table_says_what_was_measured(root):
+    rows = json.loads((root / "docs/benchmarks/h200.json").read_text())["rows"]
+    by_name = {row["name"]: row for row in rows}
+    text = (root / "README.md").read_text()
+    lines = re.findall(r"^\| `(\w+[^`]* T\d+)` \|(.*)\|$", text, re.MULTILINE)
+    assert len(lines) > 20
+    assert f"all {len(rows)} rows" in text
+    for name, cells in lines:
+        row = by_name[name]
+        times = row["times"]
+        others = [times.get(way, 0) / times["ours"] for way in ("eager", "compiled")]
+        exact = [times["ours"], row["percent"], *others, row["percent_of_layer"]]
+        for cell, value in zip(cells.split("|"), exact, strict=True):
+            shown = cell.strip().rstrip("x")
+            assert bool(shown) is bool(value), name
+            if shown:
+                digits = len(shown.partition(".")[2])
+                assert shown == f"{value:.{digits}f}", name

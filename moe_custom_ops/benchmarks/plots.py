@@ -45,38 +45,43 @@ def roofline(result: dict[str, Any], path: Path) -> None:
 
 
 def speedups(result: dict[str, Any], path: Path) -> None:
-    """How many times as long the eager and the compiled form take, at the most tokens of a hidden
-    size; forward and backward, or forward where there is no gradient."""
+    """How many times as long other ways take as ours, a mark for each model.
+
+    At the most tokens of the ops that copy hidden states; forward and backward, or forward where
+    there is no gradient.
+    """
     import matplotlib.pyplot as plt
 
-    widest = {"aux_loss", "sequence_aux_loss"}
-    tokens = max(row["tokens"] for row in result["rows"] if row["op"] not in widest)
-    kinds: dict[tuple[str, str], str] = {}
-    for row in result["rows"]:
-        key = row["op"], row["model"]
-        if kinds.get(key) != BOTH and row["kind"] in (BOTH, FORWARD):
-            kinds[key] = row["kind"]
-    rows = [
-        row
-        for row in result["rows"]
-        if row["tokens"] == tokens
-        and kinds.get((row["op"], row["model"])) == row["kind"]
-        and OURS in row["times"]
-        and EAGER in row["times"]
-    ][::-1]
-    figure, axes = plt.subplots(figsize=(7.5, 0.6 + 0.2 * len(rows)), layout="constrained")
-    for shift, way, colour in ((0.2, EAGER, "tab:gray"), (-0.2, COMPILED, "tab:blue")):
-        places = [place for place, row in enumerate(rows) if way in row["times"]]
-        ratios = [rows[place]["times"][way] / rows[place]["times"][OURS] for place in places]
-        axes.barh([place + shift for place in places], ratios, 0.4, label=way, color=colour)
+    timed = [row for row in result["rows"] if OURS in row["times"]]
+    losses = {"aux_loss", "sequence_aux_loss"}
+    tokens = max((row["tokens"] for row in timed if row["op"] not in losses), default=0)
+    rows = [row for row in timed if row["tokens"] == tokens]
+    with_both = {row["op"] for row in rows if row["kind"] == BOTH}
+    rows = [row for row in rows if row["kind"] == (BOTH if row["op"] in with_both else FORWARD)]
+    ops = list(dict.fromkeys(row["op"] for row in rows))[::-1]
+    ways = list(dict.fromkeys(way for row in rows for way in row["times"] if way != OURS))
+    figure, axes = plt.subplots(figsize=(7.5, 1.4 + 0.26 * len(ops)), layout="constrained")
+    for place, way in enumerate(ways):
+        own = [row for row in rows if way in row["times"]]
+        axes.scatter(
+            [row["times"][way] / row["times"][OURS] for row in own],
+            [ops.index(row["op"]) + 0.12 * (place - len(ways) / 2) for row in own],
+            s=16,
+            label={EAGER: "eager PyTorch", COMPILED: "torch.compile of it"}.get(way, way),
+            color=COLOURS[place % len(COLOURS)],
+            marker="osD^v"[place % 5],
+            alpha=0.8,
+        )
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row['op']} {row['model']}" for row in rows], fontsize=6)
-    axes.set_ylim(-0.6, len(rows) - 0.4)
+    names = [op if op in with_both else f"{op}, forward" for op in ops]
+    axes.set_yticks(range(len(ops)), names, fontsize=8)
     axes.set_xscale("log")
     ticks = (0.5, 1, 2, 5, 10, 20, 50)
     axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
-    axes.set_xlabel(f"time over ours, {tokens} tokens")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.set_xticks([], minor=True)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set_xlabel(f"time over ours, forward and backward, {tokens} tokens; a mark per model")
+    axes.legend(fontsize=7, loc="lower right")
     figure.suptitle(_caption(result["header"]), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -140,7 +140,8 @@ def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def write_json(header: dict[str, Any], records: Sequence[dict[str, Any]], path: Path) -> None:
-    path.write_text(json.dumps({"header": header, "rows": list(records)}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(record) for record in records)
+    path.write_text(f'{{"header": {json.dumps(header)},\n"rows": [\n{lines}\n]}}\n')
 
 
 def compare(
