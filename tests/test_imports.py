@@ -144,7 +144,16 @@ ALLOWED = {
     "backend": set(),
     "batching": set(),
     "testing": {"testing", "direct", "triton_common"},
-    "benchmarks": {"api", "benchmarks", "integrations", "testing", "kernels", "nn"},
+    "benchmarks": {
+        "api",
+        "benchmarks",
+        "check",
+        "distributed",
+        "integrations",
+        "testing",
+        "kernels",
+        "nn",
+    },
     "check": {"api", "check", "distributed", "testing"},
     "distributed": {"api", "distributed", "ops", "checks", "fixed_order"},
 }
