@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from moe_custom_ops.benchmarks import (
     __main__,
     ceilings,
     models,
+    ranks,
     report,
     rows,
     step,
@@ -256,3 +260,49 @@ def test_an_op_that_differs_from_itself_is_named():
         drifts(x, out)
     assert repeated.differ == {"moe_test.drifts.default"}
     assert out[1] == 1 + draws[0]
+
+
+def test_over_ranks(root, tmp_path):
+    path = tmp_path / "ranks.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["-m", "moe_custom_ops.benchmarks.ranks", "--json", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    assert "every number of ranks has the same bits" in done.stdout
+    (found,) = json.loads(path.read_text())["runs"].values()
+    digests = [values for sizes in found["bits"].values() for values in sizes.values()]
+    assert len(digests) == 4 and all(values == digests[0] for values in digests)
+    assert len(set(digests[0].values())) == 2
+    assert found["loss us"].keys() == found["layer"].keys() == {"1", "2"}
+    for rows_of_size in found["layer"].values():
+        assert [row["transport"] for row in rows_of_size] == ["one rank", "exact", "capacity"]
+        assert all(row["error"] < 1e-2 and row["ms"] > 0 for row in rows_of_size)
+
+
+def test_ranks_that_differ_are_named():
+    def layer(transport, error, dropped=0):
+        return {"transport": transport, "error": error, "dropped": dropped}
+
+    same, other = {"loss": "a", "gradient": "b"}, {"loss": "a", "gradient": "c"}
+    found = {
+        "bits": {"eager": {"1": same, "2": same}, "compiled": {"1": same, "2": other}},
+        "layer": {
+            "2": [layer("exact", 0.5), layer("capacity", 0.5, 3), layer("odd", float("nan"))]
+        },
+    }
+    assert ranks.faults(found) == [
+        "compiled, 2 ranks: other bits",
+        "layer, 2 ranks, exact: error 5.0e-01",
+        "layer, 2 ranks, odd: error nan",
+    ]
+
+
+def test_without_torchrun(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["ranks"])
+    with pytest.raises(SystemExit) as refused:
+        ranks.main()
+    assert refused.value.code == 2 and "torchrun" in capsys.readouterr().err

@@ -153,7 +153,8 @@ def loss_times(rank: Rank) -> dict[str, float]:
 
     def gathered(reduction: str) -> Tensor:
         arguments = len(probs), scale.experts, scale.topk, COEFF, rank.group
-        return distributed.aux_loss(probs, counts, *arguments, reduction=reduction)
+        options: Any = {"reduction": reduction, "max_tokens": scale.batch}
+        return distributed.aux_loss(probs, counts, *arguments, **options)
 
     def all_reduced() -> Tensor:
         total = counts.clone()
