@@ -2,7 +2,7 @@
 
 A workspace is a contiguous, 16-byte aligned, one-dimensional ``uint8`` tensor. It carries nothing
 from one call to the next, so one buffer, as large as the largest user needs, serves every op that
-runs on one stream.
+runs on one stream. It lies apart from the inputs: an eager call looks, a compiled graph cannot.
 """
 
 import torch
@@ -45,6 +45,34 @@ def make_workspace(num_bytes: int, device: torch.device | str | int | None = Non
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(workspace)
     return workspace
+
+
+def _extent(tensor: Tensor) -> tuple[int, int] | None:
+    """The addresses of the first byte and behind the last, or None where there are none to see."""
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # no storage, as while a graph is traced
+        return None
+    if not start or not tensor.numel():
+        return None
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def overlap(workspace: Tensor | None, *inputs: Tensor | None) -> bool:
+    """Whether ``workspace`` may reach into one of ``inputs``, as far as addresses are known."""
+    own = None if workspace is None else _extent(workspace)
+    if own is None:
+        return False
+    others = [_extent(x) for x in inputs if x is not None]
+    return any(x is not None and own[0] < x[1] and x[0] < own[1] for x in others)
+
+
+def apart(op: str, workspace: Tensor | None, **inputs: Tensor | None) -> None:
+    """Refuse a workspace that would overwrite an input, where that can be seen."""
+    for name, tensor in inputs.items():
+        met = overlap(workspace, tensor)
+        checks.value(not met, op, "workspace", "apart from the inputs", f"one that overlaps {name}")
 
 
 def resolve(op: str, workspace: Tensor | None, num_bytes: int, like: Tensor) -> Tensor:

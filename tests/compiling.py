@@ -10,7 +10,7 @@ def compile_fresh(function, backend="inductor", **options):
     """``torch.compile`` of one dynamic graph, with the counters of Dynamo and Inductor at zero."""
     torch._dynamo.reset()
     counters.clear()
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=backend, **options)
+    return torch.compile(function, fullgraph=True, backend=backend, **{"dynamic": True, **options})
 
 
 def graphs() -> int:

@@ -140,6 +140,8 @@ def aux_loss(
     tensors = direct.signature(probs, tokens_per_expert, total, workspace, token_mask)
     if tensors is None or probs is None or tokens_per_expert is None:
         return None
+    if workspaces.overlap(workspace, probs, tokens_per_expert, total, token_mask):
+        return None
     key = (*tensors, num_experts, topk, coeff)
     plan = _PLANS.get(key)
     if plan is None:

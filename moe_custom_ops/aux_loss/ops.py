@@ -99,6 +99,14 @@ def check(
         checks.integer(OP, "total_num_tokens", total_num_tokens, minimum)
     total = total_num_tokens if isinstance(total_num_tokens, Tensor) else None
     checks.no_forward_tangent(OP, probs, tokens_per_expert, total)
+    workspaces.apart(
+        OP,
+        workspace,
+        probs=probs,
+        tokens_per_expert=tokens_per_expert,
+        total_num_tokens=total,
+        token_mask=token_mask,
+    )
     size = aux_loss_workspace_size(probs.shape[0], probs.shape[1], probs.dtype)
     return workspaces.resolve(OP, workspace, size, probs)
 

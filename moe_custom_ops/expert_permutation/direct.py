@@ -73,7 +73,7 @@ def expert_permutation(
     if num_rows is not None and type(num_rows) is not int:
         return None
     tensors = direct.signature(expert_ids, workspace)
-    if tensors is None or expert_ids is None:
+    if tensors is None or expert_ids is None or workspaces.overlap(workspace, expert_ids):
         return None
     key: tuple[Any, ...] = (*tensors, num_experts, alignment, num_rows)
     plan = _PLANS.get(key)
@@ -100,7 +100,7 @@ def expert_permutation_from_map(
     if num_rows is not None and type(num_rows) is not int:
         return None
     tensors = direct.signature(routing_map, workspace)
-    if tensors is None or routing_map is None:
+    if tensors is None or routing_map is None or workspaces.overlap(workspace, routing_map):
         return None
     key: tuple[Any, ...] = (*tensors, topk, alignment, num_rows)
     plan = _MAP_PLANS.get(key)

@@ -107,6 +107,7 @@ def _check_sizes(
     checks.value(most_rows < 2**31, op, *bound)
     if workspace is not None:
         workspaces.resolve(op, workspace, _size(num_assignments, num_experts), routing)
+        workspaces.apart(op, workspace, **{name: routing})
     return num_rows
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, direct
+from .. import workspace as workspaces
 from ..backend import as_bytes, float64_bits, load_kernels
 from ..fixed_order import accumulator_dtype
 from . import ops
@@ -132,6 +133,8 @@ def sequence_aux_loss(
         return None
     tensors = direct.signature(probs, tokens_per_expert, cu_seqlens, token_mask, workspace)
     if tensors is None or probs is None or tokens_per_expert is None:
+        return None
+    if workspaces.overlap(workspace, probs, tokens_per_expert, cu_seqlens, token_mask):
         return None
     key = (*tensors, topk, coeff)
     plan = _PLANS.get(key)

@@ -113,6 +113,14 @@ def check(
     _check_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
     checks.integer(OP, "topk", topk, 1)
     checks.no_forward_tangent(OP, probs, tokens_per_expert)
+    workspaces.apart(
+        OP,
+        workspace,
+        probs=probs,
+        tokens_per_expert=tokens_per_expert,
+        cu_seqlens=cu_seqlens,
+        token_mask=token_mask,
+    )
     size = sequence_aux_loss_workspace_size(
         _num_tokens(probs), tokens_per_expert.shape[0], probs.shape[-1], probs.dtype
     )

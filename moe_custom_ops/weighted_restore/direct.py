@@ -226,6 +226,8 @@ def _call(
     tensors = direct.signature(rows, top_scores, token_indices_sorted, addend, *inversion)
     if tensors is None or rows is None or token_indices_sorted is None:
         return None
+    if workspaces.overlap(workspace, rows, top_scores, token_indices_sorted, addend):
+        return None
     if inverse is not None and not inverse.is_contiguous():
         return None
     key = (*tensors, num_tokens, topk)
@@ -325,6 +327,8 @@ def permute(
         return None
     tensors = direct.signature(tokens, token_indices_sorted, workspace, inverse)
     if tensors is None or tokens is None or token_indices_sorted is None:
+        return None
+    if workspaces.overlap(workspace, tokens, token_indices_sorted):
         return None
     if inverse is not None and not inverse.is_contiguous():
         return None

@@ -101,6 +101,14 @@ def check(
         checks.same_device(op, "addend", addend, rows, "rows")
     checks.no_forward_tangent(op, rows, top_scores, addend)
     _check_inversion(op, [*lead, topk], rows, "rows", workspace, inverse)
+    workspaces.apart(
+        op,
+        workspace,
+        rows=rows,
+        top_scores=top_scores,
+        token_indices_sorted=token_indices_sorted,
+        addend=addend,
+    )
 
 
 def _check_count(op: str, name: str, size: int) -> None:
@@ -605,6 +613,8 @@ def check_permute(
         checks.type_(False, op, "tokens", "of a dtype that has a gradient", got)
     checks.no_forward_tangent(op, tokens)
     _check_inversion(op, [tokens.shape[0], topk], tokens, "tokens", workspace, inverse)
+    inputs = {"tokens": tokens, "token_indices_sorted": token_indices_sorted}
+    workspaces.apart(op, workspace, **inputs)
 
 
 def as_moved(tokens: Tensor) -> Tensor:
