@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test fuzz lint clean
+.PHONY: demo test fuzz lint soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/python compile_examples/train_moe.py
@@ -22,6 +22,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+soak: $(INSTALLED)
+	$(BIN)/python -m moe_custom_ops.testing.soak
 
 # pip fetches into a fresh environment only when what is asked for has changed. Of torchtitan only the
 # dispatchers are tested, which need little of what it depends on.

@@ -143,7 +143,7 @@ ALLOWED = {
     "triton_common": {"fixed_order"},
     "backend": set(),
     "batching": set(),
-    "testing": {"testing", "direct", "triton_common"},
+    "testing": {"api", "testing", "direct", "triton_common"},
     "benchmarks": {
         "api",
         "benchmarks",
