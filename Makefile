@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test fuzz lint soak clean
+.PHONY: demo test fuzz lint soak dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python compile_examples/train_moe.py
@@ -26,6 +26,12 @@ lint: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python -m moe_custom_ops.testing.soak
 
+# The tests build it twice more, compare, look inside and install it.
+dist: $(INSTALLED)
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist
+	$(BIN)/python -m pytest tests/test_dist.py tests/test_security.py
+
 # pip fetches into a fresh environment only when what is asked for has changed. Of torchtitan only the
 # dispatchers are tested, which need little of what it depends on.
 $(INSTALLED): pyproject.toml requirements-dev.txt
@@ -36,4 +42,4 @@ $(INSTALLED): pyproject.toml requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out dist build
