@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.poison import poison
+
 ROOT = Path(__file__).parents[1]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Where the Triton kernels can run: on a GPU, or on CPU tensors under the interpreter.
@@ -56,6 +58,11 @@ def launched(kernel_device, monkeypatch):
 @pytest.fixture
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch):
+    poison(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.poison import poison
+
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
@@ -30,6 +32,7 @@ def _run(
 ) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    poison()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
