@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test fuzz lint soak dist clean
+.PHONY: demo test fuzz lint soak dist matrix clean
 
 demo: $(INSTALLED)
 	$(BIN)/python compile_examples/train_moe.py
@@ -32,6 +32,9 @@ dist: $(INSTALLED)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist
 	$(BIN)/python -m pytest tests/test_dist.py tests/test_security.py
 
+matrix:
+	$(PYTHON) tests/matrix.py
+
 # pip fetches into a fresh environment only when what is asked for has changed. Of torchtitan only the
 # dispatchers are tested, which need little of what it depends on.
 $(INSTALLED): pyproject.toml requirements-dev.txt
@@ -42,4 +45,4 @@ $(INSTALLED): pyproject.toml requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) out dist build
+	rm -rf $(VENV) .venv-matrix out dist build
