@@ -18,7 +18,6 @@ from moe_custom_ops.benchmarks import (
     rows,
     step,
     timing,
-    transformers_step,
 )
 
 SMALL = models.Model("small", 16, 8, 16, 8)
@@ -229,8 +228,15 @@ SMALL_QWEN3 = {
 }
 
 
-def test_a_transformers_step(tmp_path):
+@pytest.fixture
+def transformers_step():
     pytest.importorskip("transformers")
+    from moe_custom_ops.benchmarks import transformers_step
+
+    return transformers_step
+
+
+def test_a_transformers_step(transformers_step, tmp_path):
     eager = [way for way in transformers_step.WAYS if not way.compiled]
     result = transformers_step.measure(SMALL_QWEN3, 16, 8, 2, torch.device("cpu"), eager)
     losses = [row["deterministic"]["losses"] for row in result["rows"].values()]
@@ -244,7 +250,7 @@ def test_a_transformers_step(tmp_path):
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_op_that_differs_from_itself_is_named():
+def test_an_op_that_differs_from_itself_is_named(transformers_step):
     draws = torch.arange(100.0)
 
     @torch.library.custom_op("moe_test::drifts", mutates_args=("out",))
