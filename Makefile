@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+SANITIZER ?= compute-sanitizer
 
-.PHONY: demo test fuzz lint soak dist matrix clean
+.PHONY: demo test fuzz lint soak dist matrix sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python compile_examples/train_moe.py
@@ -31,6 +32,15 @@ dist: $(INSTALLED)
 	rm -rf dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist
 	$(BIN)/python -m pytest tests/test_dist.py tests/test_security.py
+
+# By itself first, which compiles the kernels; then under each tool, with every tensor an allocation
+# of its own, at whose end a tool sees an access go astray.
+sanitize: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python tests/sanitize.py
+	for tool in memcheck racecheck initcheck synccheck; do \
+		PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+			$(BIN)/python tests/sanitize.py || exit 1; \
+	done
 
 matrix:
 	$(PYTHON) tests/matrix.py

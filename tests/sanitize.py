@@ -1,0 +1,246 @@
+"""make sanitize: every kernel at awkward shapes, forward and backward, with indices of every kind.
+
+It runs under the tools of compute-sanitizer, which see each read and write, and compares what comes
+out with the CPU. ``TRITON_INTERPRET=1`` runs it without a GPU.
+"""
+
+import os
+import sys
+import time
+from collections import Counter
+
+import torch
+
+import moe_custom_ops as m
+from moe_custom_ops import direct, triton_common
+from moe_custom_ops.aux_loss import kernels as aux_kernels
+from moe_custom_ops.aux_loss import ops as aux
+from moe_custom_ops.expert_permutation import kernels as permutation_kernels
+from moe_custom_ops.sequence_aux_loss import kernels as sequence_kernels
+from moe_custom_ops.sequence_aux_loss import ops as sequence
+from moe_custom_ops.testing import assert_same_bits, make_assignments, make_probs
+from moe_custom_ops.weighted_restore import kernels as restore_kernels
+from moe_custom_ops.weighted_restore import ops as restore
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+MODULES = (triton_common, aux_kernels, permutation_kernels, sequence_kernels, restore_kernels)
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def kernel_names():
+    """As kernels are called; what they call has other names, without the underscore in front."""
+    names = {name for module in MODULES for name in vars(module)}
+    return {name for name in names if name.startswith("_") and name.endswith("_kernel")}
+
+
+def watch_launches():
+    launched = Counter()
+    launch = triton_common.Launch.__call__
+
+    def spy(self, *first):
+        launched[self.kernel.fn.__name__] += self.grid[0] > 0
+        return launch(self, *first)
+
+    triton_common.Launch.__call__ = spy
+    return launched
+
+
+def moved(call, device):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+
+
+def results_and_gradients(function, call, leaves):
+    call = {**call, **{k: call[k].detach().requires_grad_() for k in leaves}}
+    results = function(**call)
+    results = list(results) if isinstance(results, tuple) else [results]
+    smooth = [x for x in results if x.requires_grad]
+    if smooth:
+        ones = [torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape) for x in smooth]
+        results += torch.autograd.grad(smooth, [call[k] for k in leaves], ones)
+    return results
+
+
+def check(name, leaves=(), defined=True, **call):
+    """The documented function, which goes the direct path, and on a GPU the registered op too.
+
+    ``defined`` is whether the arguments have a result that is promised, and not only bounds.
+    """
+    op = getattr(torch.ops.moe, name)
+    expected = results_and_gradients(op, call, leaves)
+    for function in [getattr(m, name)] + [op] * (DEVICE == "cuda"):
+        actual = results_and_gradients(function, moved(call, DEVICE), leaves)
+        if defined:
+            compare(actual, expected, name)
+
+
+def compare(actual, expected, name):
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert_same_bits(a, b, f"{name}, result {i}")
+
+
+def random_bits(shape, dtype=torch.int64):
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max, shape, generator=GENERATOR, dtype=dtype)
+
+
+def malformed(good):
+    """Like ``good``: negative, duplicated, huge, random bits, and good ones among such."""
+    info = torch.iinfo(good.dtype)
+    for number in (info.min, -1, 0, good.numel(), info.max):
+        yield torch.full_like(good, number)
+    yield random_bits(good.shape, good.dtype)
+    some = good.clone()
+    some[::2] = random_bits(some[::2].shape, good.dtype)
+    yield some
+
+
+def aux_losses():
+    for shape, dtype in (
+        ((1, 1), torch.float32),
+        ((5, 7), torch.float64),
+        ((130, 33), torch.bfloat16),
+        ((300, 700), torch.float16),
+        ((600, 8), torch.float32),
+    ):
+        probs, counts = make_probs(*shape, dtype=dtype)
+        mask = torch.arange(shape[0]) % 3 > 0
+        common = {"num_experts": 1, "topk": 2, "coeff": 0.1}
+        losses = {"probs": probs, "tokens_per_expert": counts.double(), **common}
+        check("aux_loss", ["probs"], total_num_tokens=shape[0], **losses)
+        strided = probs.t().contiguous().t()
+        losses["probs"] = strided
+        total = torch.tensor(shape[0] + 0.5)
+        check("aux_loss", ["probs"], total_num_tokens=total, token_mask=mask, **losses)
+
+
+def sequence_losses():
+    for num_tokens, columns, dtype in ((1, 1, torch.float32), (130, 33, torch.bfloat16)):
+        for lengths in ([num_tokens], [0, num_tokens // 3, 0, num_tokens - num_tokens // 3]):
+            probs, _ = make_probs(num_tokens, columns, dtype=dtype)
+            ends = torch.tensor([0, *lengths]).cumsum(0)
+            mask = torch.arange(num_tokens) % 3 > 0
+            call = {"tokens_per_expert": torch.rand(len(lengths), columns), "topk": 2, "coeff": 0.1}
+            call |= {"probs": probs}
+            check("sequence_aux_loss", ["probs"], cu_seqlens=ends, **call)
+            check("sequence_aux_loss", ["probs"], cu_seqlens=ends.int(), token_mask=mask, **call)
+            for bad in (*malformed(ends), ends.flip(0)):
+                check("sequence_aux_loss", ["probs"], defined=False, cu_seqlens=bad, **call)
+    probs, _ = make_probs(7 * 19, 33)
+    batch = {"probs": probs.view(7, 19, 33), "tokens_per_expert": torch.rand(7, 33)}
+    check("sequence_aux_loss", ["probs"], topk=2, coeff=0.1, **batch)
+
+
+def orders():
+    for num_tokens, topk, experts, alignment in ((1, 1, 1, 1), (33, 3, 7, 5), (90, 3, 160, 1)):
+        ids = torch.randint(0, experts, (num_tokens, topk), generator=GENERATOR)
+        common = {"num_experts": experts, "alignment": alignment}
+        check("expert_permutation", expert_ids=ids, **common)
+        check("expert_permutation", expert_ids=ids, num_rows=0, **common)
+        check("expert_permutation", expert_ids=ids.t().contiguous().t().int(), **common)
+        for bad in malformed(ids):
+            check("expert_permutation", expert_ids=bad, num_rows=num_tokens, **common)
+        for share in (0.0, 0.3, 1.0):
+            routing = torch.rand(num_tokens, experts, generator=GENERATOR) < share
+            rest = {"topk": min(topk, experts), "alignment": alignment}
+            check("expert_permutation_from_map", routing_map=routing, **rest)
+    for shape, num_rows, alignment in (((1, 1), 9, 1), ((3, 7), 0, 8), ((2, 33), 301, 8)):
+        counts = torch.randint(0, 9, shape, generator=GENERATOR)
+        for some in (counts, *malformed(counts), random_bits(shape, torch.int32)):
+            rest = {"num_rows": num_rows, "alignment": alignment}
+            check("expert_permutation_from_counts", counts=some, **rest)
+
+
+def restores():
+    for num_tokens, topk, hidden, dtype in (
+        (1, 1, 1, torch.float32),
+        (33, 3, 130, torch.bfloat16),
+        (9, 6, 7, torch.float64),
+        (17, 8, 300, torch.float16),
+    ):
+        scores, order = make_assignments(num_tokens, topk, 16, alignment=4)
+        wide = torch.randn(order.shape[0], 2 * hidden, generator=GENERATOR).to(dtype)
+        tokens = torch.randn(num_tokens, hidden, generator=GENERATOR).to(dtype)
+        inverse = torch.ops.moe.inverse_permutation(order, num_tokens, topk)
+
+        def check_all(rows, order, inverse, defined=True, scores=scores, tokens=tokens, topk=topk):
+            common = {"token_indices_sorted": order, "inverse": inverse, "defined": defined}
+            weighted = {"rows": rows, "top_scores": scores, "addend": tokens, **common}
+            check("weighted_restore", ["rows", "top_scores", "addend"], **weighted)
+            sizes = {"num_tokens": len(tokens), "topk": topk}
+            check("restore", ["rows"], rows=rows, **sizes, **common)
+            check("permute", ["tokens"], tokens=tokens, topk=topk, **common)
+            both = {"tokens": tokens, "top_scores": scores, **common}
+            check("permute_with_scores", ["tokens", "top_scores"], **both)
+
+        check_all(wide[:, ::2], order, None)
+        check_all(wide[:, :hidden], order, inverse)
+        rows = wide[:, hidden:].contiguous()
+        if num_tokens in (9, 33):
+            for bad in (*malformed(order), random_bits(order.shape, torch.int32)):
+                check_all(rows, bad, None)
+            for bad in malformed(inverse):
+                # Two assignments that claim a row both write it.
+                check_all(rows, order, bad, defined=False)
+        quantised = random_bits((num_tokens, hidden), torch.uint8)
+        check("permute", tokens=quantised, token_indices_sorted=order, topk=topk)
+
+
+def many_assignments():
+    """More than are inverted by one launch, and than one step of a scan adds."""
+    count = 2 * restore_kernels.INVERT_AT_ONCE + 3
+    order = torch.randperm(count, generator=GENERATOR)
+    check("inverse_permutation", token_indices_sorted=order, num_tokens=count, topk=1)
+    order[::3] = random_bits(order[::3].shape)
+    check("inverse_permutation", token_indices_sorted=order, num_tokens=count, topk=1)
+    ids = torch.randint(-1, 9, (5000, 4), generator=GENERATOR)
+    check("expert_permutation", expert_ids=ids, num_experts=8)
+
+
+def scratch_of_garbage():
+    """The inner ops, which anyone may call with any scratch and any slots."""
+    scores, order = make_assignments(33, 3, 8, alignment=4)
+    rows = torch.randn(order.shape[0], 130)
+    size = restore.weighted_restore_workspace_size(33, 3)
+    r, s, o, g = (x.to(DEVICE) for x in (rows, scores, order, torch.randn(33, 130)))
+    for garbage in (random_bits((size,), torch.uint8), torch.full((size,), 255, dtype=torch.uint8)):
+        workspace = garbage.to(DEVICE)
+        out, slots = restore._restore_gather_cuda(r, s, o, None, workspace, [33, 3])
+        expected = restore.restore_gather(rows, scores, order, None, garbage, [33, 3])
+        compare([out, slots], expected, "restore_gather")
+        bad = garbage[: 33 * 3 * 4].view(torch.int32).view(33, 3)
+        on_device = bad.to(DEVICE)
+        restore._restore_backward_cuda(g, r, s, o, on_device, True)
+        restore._restore_backward_cuda(g, None, None, o, on_device, True)
+        of_rows = restore._scores_to_rows_cuda(s, o, on_device)
+        restore._rows_to_scores_cuda(of_rows, o, on_device)
+    probs, counts = (x.to(DEVICE) for x in make_probs(130, 33))
+    garbage = random_bits((aux.aux_loss_workspace_size(130, 33),), torch.uint8).to(DEVICE)
+    aux._aux_loss_from_tile_sums_cuda(probs, counts, None, None, 9, 33, 2, 0.1, garbage)
+    ends = random_bits((8,)).to(DEVICE)
+    counts = torch.rand(7, 33, device=DEVICE)
+    size = sequence.sequence_aux_loss_workspace_size(130, 7, 33)
+    garbage = random_bits((size,), torch.uint8).to(DEVICE)
+    sequence._sequence_aux_loss_from_tile_sums_cuda(probs, counts, ends, None, 2, 0.1, garbage)
+
+
+def main():
+    direct.CUDA = DEVICE == "cuda"
+    launched = watch_launches()
+    for part in (
+        aux_losses, sequence_losses, orders, restores, many_assignments, scratch_of_garbage
+    ):  # fmt: skip
+        start = time.monotonic()
+        part()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        print(f"{part.__name__}: {time.monotonic() - start:.1f} s", flush=True)
+    for name in sorted(kernel_names()):
+        print(f"  {name}: {launched[name]} launches")
+    missing = {name for name in kernel_names() if not launched[name]}
+    if missing:
+        print(f"never launched: {', '.join(sorted(missing))}")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
