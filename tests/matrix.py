@@ -64,11 +64,12 @@ def run(interpreter: str, arguments: list[str]) -> tuple[bool, str]:
         return False, f"{interpreter}: {last_line(versions)}"
     pytest = (interpreter, "-m", "pytest", "-q", *arguments)
     results = [call(*pytest), call(*pytest, "-m", "kernels", TRITON_INTERPRET="1")]
-    for result in results:
-        if result.returncode:
-            print(result.stdout[-5000:], result.stderr[-2000:])
+    # 5 is that of no test, which a choice of tests may leave.
+    failed = [result for result in results if result.returncode not in (0, 5)]
+    for result in failed:
+        print(result.stdout[-5000:], result.stderr[-2000:])
     cells = [*versions.stdout.split(), *map(last_line, results)]
-    return not any(r.returncode for r in results), "| " + " | ".join(cells) + " |"
+    return not failed, "| " + " | ".join(cells) + " |"
 
 
 def main() -> int:
