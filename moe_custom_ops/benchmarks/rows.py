@@ -65,7 +65,7 @@ class Settings(NamedTuple):
     device: torch.device
     mode: str
     repeats: int
-    compile: bool
+    compiled: bool
     stream: "torch.cuda.Stream | None" = None
 
 
@@ -142,7 +142,7 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
     grads = [_gradients(family.ways[EAGER], own) if kind != FORWARD else [] for own in sets]
 
     ways = dict(family.ways)
-    if settings.compile:
+    if settings.compiled:
         torch._dynamo.reset()
         ways[COMPILED] = torch.compile(ways[EAGER], fullgraph=True, dynamic=False)
     left_out: dict[str, str] = {}
