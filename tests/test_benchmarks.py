@@ -44,7 +44,7 @@ def test_every_way_is_right(family):
     """They are what is timed: all agree with the eager form, in their gradients too."""
     for kind in family.kinds:
         row = rows.run(family._replace(models=None), kind, SMALL, 12, settings())
-        assert row.left_out == {}
+        assert row.left_out == {rows.COMPILED: rows.NOT_ASKED}
         assert set(row.times) == set(family.ways) and min(row.times.values()) > 0
         assert row.read > 0 and row.written > 0
 
@@ -57,8 +57,8 @@ def test_bytes():
         found[family.op] = [rows.traffic_of(family, kind, SMALL, inputs) for kind in rows.KINDS]
     tokens, copies, order = 12 * 16 * 2, 96 * 16 * 2, 96 * 4
     forward, backward = (tokens + order, copies), (copies + order, tokens)
-    assert found["permute"][:2] == [forward, backward]
-    assert found["permute"][2] == (tokens + copies + 2 * order, tokens + copies)
+    assert found["permute(inverse)"][:2] == [forward, backward]
+    assert found["permute(inverse)"][2] == (tokens + copies + 2 * order, tokens + copies)
     scores = 96 * 4
     assert found["weighted_restore"][:2] == [
         (copies + order + scores, tokens),
@@ -71,15 +71,17 @@ def test_bytes():
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (lambda x, order: x[order.order64 // order.topk] * 0, "an error of"),
-        (lambda x, order: x[order.order64 // order.topk] * float("nan"), "an error of nan"),
-        (lambda x, order: x[order.order64 // order.topk][1:], "shape [95, 16]"),
+        (lambda x, order: x[order.token64] * 0, "a row whose error"),
+        (lambda x, order: x[order.token64] * float("nan"), "a row whose error is inf"),
+        (lambda x, order: x[order.token64].index_fill(0, order.order64[:1], 0.0), "a row"),
+        (lambda x, order: x[order.token64].float(), "dtype torch.float32"),
+        (lambda x, order: x[order.token64][1:], "shape [95, 16]"),
         (lambda x, order: (x, x), "2 results"),
     ],
 )
 @pytest.mark.usefixtures("small")
 def test_a_wrong_way_is_not_timed(broken, said):
-    (family,) = (family for family in __main__.FAMILIES if family.op == "permute")
+    (family,) = (family for family in __main__.FAMILIES if family.op == "permute(inverse)")
     row = rows.run(
         family._replace(ways=family.ways | {"broken": broken}),
         rows.FORWARD,
@@ -90,17 +92,71 @@ def test_a_wrong_way_is_not_timed(broken, said):
     assert row.left_out["broken"].startswith(f"wrong: {said}") and "broken" not in row.times
 
 
+def family_of(op):
+    (family,) = (family for family in __main__.FAMILIES if family.op == op)
+    return family
+
+
 @pytest.mark.usefixtures("small")
 def test_a_zeroed_gradient_is_wrong():
-    (family,) = (family for family in __main__.FAMILIES if family.op == "permute")
-
     def zeroed(x, order):
-        return x.detach()[order.order64 // order.topk] + 0 * x[order.order64 // order.topk]
+        return x.detach()[order.token64] + 0 * x[order.token64]
 
+    family = family_of("permute(inverse)")
     ways = family.ways | {"zeroed": zeroed}
     for kind, wrong in ((rows.FORWARD, False), (rows.BACKWARD, True), (rows.BOTH, True)):
         row = rows.run(family._replace(ways=ways), kind, SMALL, 12, settings())
         assert ("zeroed" in row.left_out) is wrong
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("op", ["path", "layer"])
+def test_the_gradient_of_each_output_counts(op):
+    """That of the loss is a millionth of the layer's."""
+    family = family_of(op)
+
+    def lost(*arguments):
+        out, loss = family.ways["ours"](*arguments)
+        return out, loss.detach() + 0 * loss
+
+    ways = family.ways | {"lost": lost}
+    row = rows.run(family._replace(ways=ways), rows.BOTH, SMALL, 12, settings())
+    assert row.left_out["lost"].startswith("wrong")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_backward_whose_outputs_are_wrong():
+    family = family_of("permute(inverse)")
+
+    def sevens(x, order):
+        rows = x[order.token64]
+        return rows + (7.0 - rows.detach())
+
+    row = rows.run(
+        family._replace(ways=family.ways | {"sevens": sevens}), rows.BACKWARD, SMALL, 12, settings()
+    )
+    assert row.left_out["sevens"].startswith("wrong")
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_right_at_first_only_is_not_timed():
+    family, calls = family_of("permute(inverse)"), []
+
+    def tires(x, order):
+        calls.append(1)
+        return x[order.token64] * (len(calls) < 3)
+
+    ways = family.ways | {"tires": tires}
+    row = rows.run(family._replace(ways=ways), rows.FORWARD, SMALL, 12, settings())
+    assert row.left_out["tires"].startswith("wrong: after it was timed")
+    assert "tires" not in row.times
+
+
+@pytest.mark.usefixtures("small")
+def test_the_compiled_form_runs_its_backward_twice():
+    asked = settings()._replace(compiled=True)
+    row = rows.run(family_of("weighted_restore"), rows.BACKWARD, SMALL, 12, asked)
+    assert row.left_out == {} and row.times["compiled"] > 0
 
 
 @pytest.mark.usefixtures("small")
@@ -129,13 +185,42 @@ def test_the_command(tmp_path, capsys):
     assert all(f"\n{name} " in printed for name in names)
 
     for row in result["rows"]:
-        row["times"]["ours"] = 1e9 if row["name"] == "permute both small T2" else 1e-9
+        row["times"]["ours"] = 1e9 if row["name"] == "permute(inverse) both small T2" else 1e-9
     files["json"].write_text(json.dumps(result))
-    again = [*arguments, "--filter", "^permute both small T", "--compare", str(files["json"])]
+    again = [*arguments, "--filter", "^permute.inverse. both small T", "--compare"]
+    again += [str(files["json"])]
     assert __main__.main([*again, "--threshold", "1e30"]) == 0
     assert __main__.main(again) == 1
     *_, faster, slower = capsys.readouterr().out.splitlines()
     assert faster.endswith("0.000") and slower.endswith("slower")
+
+    files["json"].write_text(json.dumps(result | {"rows": result["rows"][:1]}))
+    assert __main__.main(again) == 1
+    assert "is among these" in capsys.readouterr().out
+    for key in ("device", "mode"):
+        header = result["header"] | {key: "another"}
+        files["json"].write_text(json.dumps(result | {"header": header}))
+        with pytest.raises(SystemExit, match=f"is of {key} another"):
+            __main__.main(again)
+
+
+@pytest.mark.usefixtures("small")
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
+    run, made = rows.run, []
+
+    def interrupted(*arguments):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(run(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(__main__, "run", interrupted)
+    files = {name: tmp_path / f"rows.{name}" for name in ("json", "csv")}
+    arguments = ["--no-compile", "--repeats", "1", "--device", "cpu"]
+    outputs = ["--json", str(files["json"]), "--csv", str(files["csv"])]
+    assert __main__.main([*arguments, *outputs]) == 130
+    assert len(report.read_json(files["json"])["rows"]) == 2
+    assert len(files["csv"].read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -143,7 +228,16 @@ def test_the_command(tmp_path, capsys):
     [
         (["--filter", "("], "--filter"),
         (["--mode", "graph", "--device", "cpu"], "needs an NVIDIA GPU"),
-        (["--repeats", "0"], "--repeats"),
+        (["--repeats", "0"], "--repeats: expected a positive integer, got 0"),
+        (["--threshold", "nan"], "--threshold: expected per cent from 0, got nan"),
+        (["--threshold", "-1"], "--threshold"),
+        (["--device", "meta"], "--device: expected one of cpu"),
+        (["--device", "cuda:99"], "--device"),
+        (["--json", "/nowhere/rows.json"], "--json: /nowhere/rows.json is no file"),
+        (["--csv", "/"], "--csv"),
+        (["--plot", __file__], "--plot"),
+        (["--compare", "/nowhere"], "--compare: /nowhere is no file that --json wrote"),
+        (["--compare", __file__], "--compare"),
     ],
 )
 def test_refused_arguments(arguments, said, capsys):
@@ -188,9 +282,12 @@ def test_a_comparison():
 
     old = {"rows": [record("a", 10.0), record("b", 10.0), record("gone", 1.0)]}
     new = [record("a", 10.4), record("b", None), record("new", 5.0)]
-    lines, slower = report.compare(new, old, 5.0)
-    assert len(lines) == 1 and lines[0].split() == ["a", "10.00", "10.40", "1.040"] and not slower
-    assert report.compare(new, old, 3.0)[1]
+    lines, worse = report.compare(new[:1] + new[2:], old, 5.0)
+    assert len(lines) == 1 and lines[0].split() == ["a", "10.00", "10.40", "1.040"] and not worse
+    assert report.compare(new[:1], old, 3.0)[1]
+    lines, worse = report.compare(new, old, 5.0)
+    assert lines[1].endswith("not timed now") and worse
+    assert report.compare([record("a", float("nan"))], old, 5.0)[1]
 
 
 @pytest.mark.parametrize("combine_impl", ["fused_weighted_sum", "weighted_sum"])
@@ -277,7 +374,7 @@ def test_over_ranks(root, tmp_path):
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
-    assert "every number of ranks has the same bits" in done.stdout
+    assert "the same bits on 1 and 2 ranks" in done.stdout
     (found,) = json.loads(path.read_text())["runs"].values()
     digests = [values for sizes in found["bits"].values() for values in sizes.values()]
     assert len(digests) == 4 and all(values == digests[0] for values in digests)

@@ -48,3 +48,18 @@ def test_the_table_says_what_was_measured(root):
             if shown:
                 digits = len(shown.partition(".")[2])
                 assert shown == f"{value:.{digits}f}", name
+
+
+def test_the_transformers_table_says_what_was_measured(root):
+    rows = json.loads((root / "docs/benchmarks/transformers_step.json").read_text())["rows"]
+    text = (root / "docs/use_it_from.md").read_text()
+    for name, row in rows.items():
+        default, fixed = row["default"], row["deterministic"]
+        low, high = default["interval"]
+        cells = f"{default['ms']:.1f} | {low:.1f} to {high:.1f} | {default['peak_gib']:.1f}"
+        assert f"| {name} | {cells} | {fixed['ms']:.1f} |" in text
+        assert fixed["same_bits_again"] and not default["same_bits_again"]
+        differ = [] if "compiled" in name else ["_scaled_dot_product_cudnn_attention_backward"]
+        assert [op.split(".")[1] for op in default["differ"]] == differ
+    adds = [row["default"]["atomic_adds"] for row in rows.values()]
+    assert adds == [0, 0, 4, 1]

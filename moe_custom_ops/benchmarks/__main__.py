@@ -11,18 +11,19 @@ that reads and writes in the same proportion.
 """
 
 import argparse
-import json
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import ceilings, copies, layer, losses, orders, report
 from .models import MODELS, Model
-from .rows import BACKWARD, OURS, Family, Row, Settings, run
-from .timing import memory_bytes
+from .rows import BACKWARD, OURS, Family, Row, Settings, name_of, run
+from .timing import memory_bytes, positive
 
 FAMILIES = (*losses.FAMILIES, *orders.FAMILIES, *copies.FAMILIES, *layer.FAMILIES)
 MODES = ("graph", "eager", "host")
@@ -33,27 +34,28 @@ SIZES = {
 }
 QUICK_MODEL = "Qwen3-30B-A3B"
 
-Case = tuple[Family, str, Model, int, bool]
+Case = tuple[Family, Model, int, str, bool]
 
 
 def cases(device_type: str, pattern: str, quick: bool) -> Iterator[Case]:
-    """(family, kind, model, tokens, whether the eager form is compiled, too)"""
+    """(family, model, tokens, kind, whether the eager form is compiled, too)"""
     for family in FAMILIES:
+        # A second's work on a GPU, and minutes on a CPU.
+        if quick and device_type == "cpu" and family.op == "layer":
+            continue
         for model in MODELS:
             if (family.models and model.name not in family.models) or (
                 quick and model.name != QUICK_MODEL
             ):
                 continue
             for size in family.sizes:
-                tokens = SIZES[device_type][size]
                 for kind in family.kinds:
                     if quick and (kind == BACKWARD or size == "long"):
                         continue
-                    # Compiled code frees what a backward has read, so it runs once only.
-                    compiled = size in family.compiled and kind != BACKWARD and not quick
-                    name = Row(family.op, kind, model.name, tokens, 0, 0, 0, {}, {}, {}).name
-                    if re.search(pattern, name):
-                        yield family, kind, model, tokens, compiled
+                    compiled = size in family.compiled and not quick
+                    tokens = SIZES[device_type][size]
+                    if re.search(pattern, name_of(family.op, kind, model.name, tokens)):
+                        yield family, model, tokens, kind, compiled
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -69,7 +71,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=MODES,
         help="calls in a captured CUDA graph, batches of eager calls, or host time",
     )
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--repeats", type=positive, default=15, help="batches of each way; at most 3 for --quick"
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--json", type=Path, help="write the rows there")
@@ -82,86 +86,129 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         re.compile(options.filter)
     except re.error as error:
         parser.error(f"--filter: {error}")
-    options.device = torch.device(
-        options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    )
-    if options.device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error("--device: no NVIDIA GPU is visible")
-        options.device = torch.device("cuda", options.device.index or torch.cuda.current_device())
+    if not 0 <= options.threshold < float("inf"):
+        parser.error(f"--threshold: expected per cent from 0, got {options.threshold}")
+    for name in ("json", "csv"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"--{name}: {path} is no file in a folder that exists")
+    if options.plot is not None:
+        if options.plot.exists() and not options.plot.is_dir():
+            parser.error(f"--plot: {options.plot} is no folder")
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("--plot: matplotlib is missing: pip install 'moe-custom-ops[bench]'")
+    if importlib.util.find_spec("tqdm") is None:
+        parser.error("tqdm is missing: pip install 'moe-custom-ops[bench]'")
+    options.old = None
+    if options.compare:
+        try:
+            options.old = report.read_json(options.compare)
+        except ValueError as error:
+            parser.error(f"--compare: {error}")
+    options.device = _device(options.device, parser)
     options.mode = options.mode or ("graph" if options.device.type == "cuda" else "eager")
     if options.mode == "graph" and options.device.type != "cuda":
         parser.error("--mode graph: a CUDA graph needs an NVIDIA GPU; take --mode eager")
-    if options.repeats < 1:
-        parser.error(f"--repeats: expected a positive integer, got {options.repeats}")
     return options
+
+
+def _device(name: str | None, parser: argparse.ArgumentParser) -> torch.device:
+    count = torch.cuda.device_count()
+    name = name or ("cuda" if count else "cpu")
+    if name == "cuda" and count:
+        name = f"cuda:{torch.cuda.current_device()}"
+    known = ["cpu", *(f"cuda:{index}" for index in range(count))]
+    if name not in known:
+        parser.error(f"--device: expected one of {', '.join(known)}, got {name}")
+    return torch.device(name)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise SystemExit("tqdm is missing: pip install 'moe-custom-ops[bench]'") from None
-    device, old = options.device, None
-    if options.compare:
-        old = json.loads(options.compare.read_text())
+    device, old = options.device, options.old
     chosen = list(cases(device.type, options.filter, options.quick))
     if not chosen:
         raise SystemExit(f"no row matches --filter {options.filter!r}")
+    stream = None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = torch.cuda.Stream(device)
     repeats = min(options.repeats, 3) if options.quick else options.repeats
-    rates = ceilings.measure(
-        device, "eager" if options.mode == "host" else options.mode, repeats, stream
-    )
-    rate = ceilings.ceiling(rates)
+    streamed = "eager" if options.mode == "host" else options.mode
+    rates = ceilings.measure(device, streamed, repeats, stream)
     header = report.header(device, options.mode, rates)
-    for name, value in header.items():
-        if value is not None:
-            print(f"{name}: {value}")
+    if old is not None:
+        for key in ("device", "mode"):
+            if old["header"][key] != header[key]:
+                was, now = old["header"][key], header[key]
+                raise SystemExit(f"--compare: {options.compare} is of {key} {was}, this is {now}")
+    print("\n".join(report.header_lines(header)))
     print(f"\n{report.title()}")
-
     rows: list[Row] = []
-    wrong = False
-    with tqdm(total=len(chosen), disable=None, leave=False, unit="row") as bar:
-        for family, kind, model, tokens, compiled in chosen:
-            settings = Settings(
-                device, options.mode, repeats, compiled and not options.no_compile, stream
-            )
-            try:
-                row = run(family, kind, model, tokens, settings)
-            except (MemoryError, torch.cuda.OutOfMemoryError) as error:
-                why = str(error) if isinstance(error, MemoryError) else "out of memory"
-                row = Row(family.op, kind, model.name, tokens, 0, 0, 0, {}, {}, {"all": why})
-            rows.append(row)
-            wrong |= row.left_out.get(OURS, "").startswith("wrong")
-            bar.write(report.line(report.as_records(rows, rate)[-1]), file=sys.stdout)
-            bar.update()
-            if options.json:
-                # After every row: a run that is stopped has not been for nothing.
-                report.write_json(header, report.as_records(rows, rate), options.json)
-            if device.type == "cuda" and 2 * torch.cuda.memory_reserved() > memory_bytes(device):
-                torch.cuda.empty_cache()
-    records = report.as_records(rows, rate)
+    code = 0
+    try:
+        _run(
+            chosen,
+            Settings(device, options.mode, repeats, False, stream),
+            options,
+            rows,
+            rates,
+            header,
+        )
+    except KeyboardInterrupt:
+        code = 130
+    records = report.as_records(rows, ceilings.ceiling(rates))
     if options.csv:
         report.write_csv(records, options.csv)
-    if options.plot:
+    if options.plot and records:
         from . import plots
 
         options.plot.mkdir(parents=True, exist_ok=True)
         result = {"header": header, "rows": records}
         plots.roofline(result, options.plot / "roofline.png")
         plots.speedups(result, options.plot / "speedups.png")
-    slower = False
+    wrong = any(row.left_out.get(OURS, "").startswith("wrong") for row in rows)
     if old is not None:
-        lines, slower = report.compare(records, old, options.threshold)
+        lines, worse = report.compare(records, old, options.threshold)
         print(f"\n{'':{report.NAME_WIDTH}}{'was us':>10}{'is us':>10}{'ratio':>10}")
-        print("\n".join(lines))
-        if old["header"]["device"] != header["device"]:
-            print(f"{options.compare} is of another device: {old['header']['device']}")
-    return 1 if wrong or slower else 0
+        print("\n".join(lines) or f"no row of {options.compare} is among these")
+        wrong |= worse or not lines
+    return code or int(wrong)
+
+
+def _run(
+    chosen: list[Case],
+    settings: Settings,
+    options: argparse.Namespace,
+    rows: list[Row],
+    rates: dict[tuple[int, int], float],
+    header: dict[str, Any],
+) -> None:
+    """Add to ``rows``, to the terminal and to the file as they are made."""
+    from tqdm import tqdm
+
+    device, rate = settings.device, ceilings.ceiling(rates)
+    last = None
+    with tqdm(total=len(chosen), disable=None, leave=False, unit="row") as bar:
+        for family, model, tokens, kind, compiled in chosen:
+            # What is compiled of a family serves its kinds.
+            if last != (family.op, model, tokens):
+                last = family.op, model, tokens
+                torch._dynamo.reset()
+            compiled = compiled and not options.no_compile
+            try:
+                row = run(family, kind, model, tokens, settings._replace(compiled=compiled))
+            except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+                why = str(error) if isinstance(error, MemoryError) else "out of memory"
+                row = Row(family.op, kind, model.name, tokens, 0, 0, 0, {}, {}, {"all": why})
+            rows.append(row)
+            records = report.as_records(rows, rate)
+            bar.write(report.line(records[-1]), file=sys.stdout)
+            bar.update()
+            if options.json:
+                report.write_json(header, records, options.json)
+            if device.type == "cuda" and 2 * torch.cuda.memory_reserved() > memory_bytes(device):
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from .timing import cache_bytes, calls_per_batch, time_calls
 MIXES = ((0, 1), (1, 8), (1, 1), (2, 1), (8, 1), (1, 0))
 # What a CPU does with one op of PyTorch.
 CPU_MIXES = ((0, 1), (1, 1), (2, 1), (1, 0))
-
-
 # Elements of a block; of these the fastest is the ceiling.
 BLOCKS = (512, 1024, 2048)
 

@@ -17,7 +17,7 @@ from ..weighted_restore import (
 )
 from . import peers
 from .models import Model
-from .orders import random_ids
+from .orders import eager_inverse, random_ids
 from .rows import Family, Inputs, Traffic
 
 DTYPE = torch.bfloat16
@@ -26,32 +26,33 @@ LOCAL = 1.5
 
 
 class Order(NamedTuple):
-    """An order as this package takes it, and int64 as indexing does."""
+    """An order as this package takes it; int64, with each row's token, as indexing does."""
 
     order: Tensor
     inverse: Tensor
     order64: Tensor
     inverse64: Tensor
+    token64: Tensor
     tokens: int
     topk: int
 
 
+def _made(order: Tensor, num_tokens: int, topk: int) -> Order:
+    inverse = inverse_permutation(order, num_tokens, topk)
+    wide = order.long()
+    return Order(order, inverse, wide, inverse.flatten().long(), wide // topk, num_tokens, topk)
+
+
 def make_order(model: Model, num_tokens: int, device: torch.device) -> Order:
     ids = random_ids(model, num_tokens, device)
-    order = expert_permutation(ids, model.experts)[0]
-    inverse = inverse_permutation(order, num_tokens, model.topk)
-    wide = inverse.flatten().long()
-    return Order(order, inverse, order.long(), wide, num_tokens, model.topk)
+    return _made(expert_permutation(ids, model.experts)[0], num_tokens, model.topk)
 
 
 def make_sparse_order(model: Model, num_tokens: int, device: torch.device) -> Order:
     """Of the assignments, those that one rank of many holds."""
     whole = make_order(model, num_tokens, device)
     present = torch.rand(whole.order.shape, device=device) < LOCAL / model.topk
-    order = whole.order[present]
-    inverse = inverse_permutation(order, num_tokens, model.topk)
-    wide = inverse.flatten().long()
-    return Order(order, inverse, order.long(), wide, num_tokens, model.topk)
+    return _made(whole.order[present], num_tokens, model.topk)
 
 
 MakeOrder = Callable[[Model, int, torch.device], Order]
@@ -100,7 +101,7 @@ def our_permute(tokens: Tensor, order: Order) -> Tensor:
 
 
 def eager_permute(tokens: Tensor, order: Order) -> Tensor:
-    return tokens[order.order64 // order.topk]
+    return tokens.index_select(0, order.token64)
 
 
 def our_permute_with_scores(tokens: Tensor, scores: Tensor, order: Order) -> tuple[Tensor, Tensor]:
@@ -110,7 +111,7 @@ def our_permute_with_scores(tokens: Tensor, scores: Tensor, order: Order) -> tup
 def eager_permute_with_scores(
     tokens: Tensor, scores: Tensor, order: Order
 ) -> tuple[Tensor, Tensor]:
-    return tokens[order.order64 // order.topk], scores.flatten()[order.order64]
+    return tokens.index_select(0, order.token64), scores.flatten().index_select(0, order.order64)
 
 
 def our_weighted_restore(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
@@ -121,26 +122,42 @@ def our_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order) 
     return weighted_restore(rows, scores, order.order, inverse=order.inverse)
 
 
+def weighted_sum(rows: Tensor, scores: Tensor, inverse: Tensor) -> Tensor:
+    """Rows in the order of the tokens; float32 products and sums, as float32 scores make them."""
+    restored = rows.index_select(0, inverse).view(*scores.shape, -1)
+    return (restored * scores[..., None]).sum(1).to(rows.dtype)
+
+
 def eager_weighted_restore(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
-    """Rows to the order of the tokens, then the weighted sum in float32."""
+    return weighted_sum(rows, scores, eager_inverse(order.order64))
+
+
+def eager_sparse_weighted_restore(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
+    """Where assignments have no row, rows go to their places among zeros."""
     shape = order.tokens * order.topk, rows.shape[1]
-    whole = torch.empty if len(rows) == shape[0] else torch.zeros
-    restored = whole(shape, dtype=rows.dtype, device=rows.device)
-    restored = restored.index_copy(0, order.order64, rows).view(order.tokens, order.topk, -1)
-    return (restored.float() * scores[..., None]).sum(1).to(rows.dtype)
+    restored = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
+    restored.index_copy_(0, order.order64, rows)
+    restored = restored.view(order.tokens, order.topk, -1)
+    return (restored * scores[..., None]).sum(1).to(rows.dtype)
 
 
 def eager_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
-    restored = rows[order.inverse64].view(order.tokens, order.topk, -1)
-    return (restored.float() * scores[..., None]).sum(1).to(rows.dtype)
+    return weighted_sum(rows, scores, order.inverse64)
+
+
+def bmm(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
+    """A matrix product, for which the scores are rounded to the rows' dtype."""
+    restored = rows.index_select(0, order.inverse64).view(order.tokens, order.topk, -1)
+    return torch.bmm(scores[:, None].to(rows.dtype), restored).flatten(0, 1)
 
 
 def scatter_add(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
     """torchtitan's form: the product is rounded, and bfloat16 rows are added by atomics."""
-    weighted = (rows.float() * scores.flatten()[order.order64][:, None]).to(rows.dtype)
-    token = (order.order64 // order.topk)[:, None].expand_as(weighted)
+    weights = scores.flatten().index_select(0, order.order64)
+    weighted = (rows * weights[:, None]).to(rows.dtype)
+    token = order.token64[:, None].expand_as(weighted)
     out = torch.zeros(order.tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    return out.scatter_add(0, token, weighted)
+    return out.scatter_add_(0, token, weighted)
 
 
 def our_restore(rows: Tensor, order: Order) -> Tensor:
@@ -148,8 +165,8 @@ def our_restore(rows: Tensor, order: Order) -> Tensor:
 
 
 def eager_restore(rows: Tensor, order: Order) -> Tensor:
-    restored = rows[order.inverse64].view(order.tokens, order.topk, -1)
-    return restored.float().sum(1).to(rows.dtype)
+    # A sum of bfloat16 is made in float32 and rounded once.
+    return rows.index_select(0, order.inverse64).view(order.tokens, order.topk, -1).sum(1)
 
 
 def _bytes(model: Model, order: Order, scores: bool) -> tuple[int, int, int, int]:
@@ -172,31 +189,38 @@ def traffic_back(model: Model, inputs: Inputs, scores: bool = False) -> tuple[Tr
     return (rows + order + weights, tokens), backward
 
 
-RESTORES = {"ours": our_weighted_restore, "eager": eager_weighted_restore}
 FAMILIES = (
     Family(
-        "permute",
+        "permute(inverse)",
         functools.partial(make_tokens, make_order),
         {"ours": our_permute, "eager": eager_permute},
         traffic_out,
     ),
     Family(
-        "permute_with_scores",
+        "permute_with_scores(inverse)",
         functools.partial(make_tokens_and_scores, make_order),
         {"ours": our_permute_with_scores, "eager": eager_permute_with_scores},
         functools.partial(traffic_out, scores=True),
-        compiled=(),
     ),
     Family(
         "weighted_restore",
         functools.partial(make_rows_and_scores, make_order),
-        RESTORES | {"scatter_add": scatter_add} | peers.weighted_restore(),
+        {
+            "ours": our_weighted_restore,
+            "eager": eager_weighted_restore,
+            "scatter_add": scatter_add,
+            **peers.weighted_restore(),
+        },
         functools.partial(traffic_back, scores=True),
     ),
     Family(
         "weighted_restore(inverse)",
         functools.partial(make_rows_and_scores, make_order),
-        {"ours": our_weighted_restore_by_inverse, "eager": eager_weighted_restore_by_inverse},
+        {
+            "ours": our_weighted_restore_by_inverse,
+            "eager": eager_weighted_restore_by_inverse,
+            "bmm": bmm,
+        },
         functools.partial(traffic_back, scores=True),
     ),
     Family(
@@ -204,10 +228,9 @@ FAMILIES = (
         functools.partial(make_rows, make_order),
         {"ours": our_restore, "eager": eager_restore},
         traffic_back,
-        compiled=(),
     ),
     Family(
-        "permute(1.5 of 8 local)",
+        "permute(inverse, 1.5 of 8 local)",
         functools.partial(make_tokens, make_sparse_order),
         {"ours": our_permute, "eager": eager_permute},
         traffic_out,
@@ -218,7 +241,7 @@ FAMILIES = (
     Family(
         "weighted_restore(1.5 of 8 local)",
         functools.partial(make_rows_and_scores, make_sparse_order),
-        RESTORES,
+        {"ours": our_weighted_restore, "eager": eager_sparse_weighted_restore},
         functools.partial(traffic_back, scores=True),
         sizes=("train",),
         compiled=(),

@@ -9,7 +9,7 @@ from ..nn import MoE
 from ..nn.grouped_mm import grouped_mm
 from ..weighted_restore import inverse_permutation, permute, weighted_restore
 from . import losses
-from .copies import DTYPE
+from .copies import DTYPE, weighted_sum
 from .models import Model
 from .orders import eager_inverse, eager_order
 from .rows import BOTH, FORWARD, Family, Inputs, Traffic
@@ -35,16 +35,11 @@ def our_path(tokens: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> Resu
     return out, aux_loss(probs, counts, num_tokens, num_experts, topk, losses.COEFF)
 
 
-def eager_combine(rows: Tensor, scores: Tensor, inverse: Tensor) -> Tensor:
-    restored = rows[inverse].view(*scores.shape, -1)
-    return (restored.float() * scores[..., None]).sum(1).to(rows.dtype)
-
-
 def eager_path(tokens: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> Results:
     topk = ids.shape[1]
     order, counts = eager_order(ids, probs.shape[1])
-    rows = tokens[order // topk]
-    out = eager_combine(rows, scores, eager_inverse(order))
+    rows = tokens.index_select(0, order // topk)
+    out = weighted_sum(rows, scores, eager_inverse(order))
     return out, losses.eager(probs, counts, topk)
 
 
@@ -95,13 +90,13 @@ def our_layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, module: MoE) 
 def eager_layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, module: MoE) -> Results:
     parameters = {"weight": router}
     scores, ids, probs, _ = torch.func.functional_call(module.router, parameters, (x,))
+    topk = ids.shape[1]
     order, counts = eager_order(ids, probs.shape[1])
     ends = counts.cumsum(0).to(torch.int32)
-    gate, value = grouped_mm(x[order // ids.shape[1]], up, ends).chunk(2, -1)
+    gate, value = grouped_mm(x.index_select(0, order // topk), up, ends).chunk(2, -1)
     rows = grouped_mm(nn.functional.silu(gate) * value, down, ends)
-    return eager_combine(rows, scores, eager_inverse(order)), losses.eager(
-        probs, counts, ids.shape[1]
-    )
+    out = weighted_sum(rows, scores, eager_inverse(order))
+    return out, losses.eager(probs, counts, topk)
 
 
 def traffic_of_layer(model: Model, inputs: Inputs) -> tuple[Traffic, Traffic]:
@@ -126,6 +121,5 @@ FAMILIES = (
         {"ours": our_layer, "eager": eager_layer},
         traffic_of_layer,
         (FORWARD, BOTH),
-        compiled=(),
     ),
 )

@@ -22,10 +22,11 @@ def random_ids(model: Model, num_tokens: int, device: torch.device) -> Tensor:
 
 
 def eager_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """A stable sort, and counts by integer additions."""
+    """A stable sort of short keys, and counts by integer additions."""
     flat = ids.flatten()
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
+    order = flat.to(torch.int16).argsort(stable=True)
+    return order, counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def eager_inverse(order: Tensor) -> Tensor:
@@ -52,9 +53,11 @@ def our_map(routing_map: Tensor, topk: int) -> tuple[Tensor, ...]:
 
 
 def eager_map(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The experts of a token by a stable sort of its row of the map, set ones first."""
-    ids = routing_map.byte().argsort(dim=1, descending=True, stable=True)[:, :topk]
-    return eager_order(ids, routing_map.shape[1])
+    """Where the map is set, expert by expert, and how many of its token's experts came before."""
+    size = topk * len(routing_map)
+    expert, token = torch.nonzero_static(routing_map.T, size=size).unbind(1)
+    place = routing_map.cumsum(1)[token, expert] - 1
+    return token * topk + place, routing_map.sum(0)
 
 
 def make_counts(model: Model, num_tokens: int, device: torch.device) -> Inputs:
@@ -73,7 +76,7 @@ def eager_counts(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     ranks, experts = counts.shape
     expert = torch.arange(experts, device=counts.device).repeat(ranks)
     ids = expert.repeat_interleave(counts.flatten(), output_size=num_rows)
-    return ids.argsort(stable=True), counts.sum(0)
+    return ids.to(torch.int16).argsort(stable=True), counts.sum(0)
 
 
 def make_order(model: Model, num_tokens: int, device: torch.device) -> Inputs:

@@ -336,7 +336,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="add this run to a file")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun, for example torchrun --nproc-per-node 2 -m ...")
+        parser.error("start it with torchrun --nproc-per-node 2 -m moe_custom_ops.benchmarks.ranks")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json: {options.json.parent} is no folder")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
     if on_gpu:
@@ -350,7 +352,8 @@ def main() -> int:
         if dist.get_rank() == 0:
             show(found)
             wrong = faults(found)
-            print("\n".join(wrong) or "every number of ranks has the same bits")
+            numbers = " and ".join(found["layer"])
+            print("\n".join(wrong) or f"the same bits on {numbers} ranks")
             code = 1 if wrong else 0
             if options.json:
                 _add(options.json, device, found)

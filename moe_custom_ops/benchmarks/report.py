@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .rows import EAGER, OURS, Row
+from .rows import COMPILED, EAGER, NOT_ASKED, OURS, Row
 
-COLUMNS = ("us", "GB/s", "% ceiling", "eager", "compiled", "others", "MiB", "eager MiB", "% layer")
-NAME_WIDTH = 52
+COLUMNS = ("us", "GB/s", "% ceiling", "eager", "compiled", "MiB", "eager MiB", "% layer")
+NAME_WIDTH = 64
 
 
 def header(device: torch.device, mode: str, rates: dict[tuple[int, int], float]) -> dict[str, Any]:
@@ -42,8 +42,14 @@ def header(device: torch.device, mode: str, rates: dict[tuple[int, int], float])
             values["clocks"] = dict(zip(("sm", "memory", "max sm"), clocks, strict=True))
     else:
         values["threads"] = torch.get_num_threads()
-    values["ceilings"] = {f"{r}:{w}": rate / 1e3 for (r, w), rate in rates.items()}
+    values["ceilings"] = {f"{r}:{w}": round(rate / 1e3, 1) for (r, w), rate in rates.items()}
     return values
+
+
+def header_lines(values: dict[str, Any]) -> list[str]:
+    mixes = ", ".join(f"{mix} {rate:.0f}" for mix, rate in values["ceilings"].items())
+    rest = [f"{k}: {v}" for k, v in values.items() if v is not None and k != "ceilings"]
+    return [*rest, f"a plain stream, reads : writes, GB/s: {mixes}"]
 
 
 def _triton_version() -> str | None:
@@ -101,20 +107,24 @@ def line(record: dict[str, Any]) -> str:
     def ratio(way: str) -> float | None:
         return times[way] / own if own and way in times else None
 
-    others = [ratio(way) for way in times if way not in (OURS, EAGER, "compiled")]
-    known = [other for other in others if other]
+    others = "".join(
+        f"  {way} {times[way] / own:.2f}x"
+        for way in times
+        if own and way not in (OURS, EAGER, COMPILED)
+    )
     cells = [
         number(own, 2),
         number(record["gb_per_s"], 0),
         number(record["percent"], 0),
         number(ratio(EAGER), 2, "x"),
-        number(ratio("compiled"), 2, "x"),
-        number(min(known, default=None), 2, "x"),
+        number(ratio(COMPILED), 2, "x"),
         *(number(peaks[way] / 2**20 if way in peaks else None, 0) for way in (OURS, EAGER)),
         number(record["percent_of_layer"], 1),
     ]
-    left_out = "".join(f"\n    {way}: {why}" for way, why in record["left_out"].items())
-    return (f"{record['name']:{NAME_WIDTH}}" + "".join(cells)).rstrip() + left_out
+    left_out = "".join(
+        f"\n    {way}: {why}" for way, why in record["left_out"].items() if why != NOT_ASKED
+    )
+    return (f"{record['name']:{NAME_WIDTH}}" + "".join(cells) + others).rstrip() + left_out
 
 
 def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -140,23 +150,49 @@ def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def write_json(header: dict[str, Any], records: Sequence[dict[str, Any]], path: Path) -> None:
+    """One row a line. A run that is stopped leaves the file before or the file after."""
     lines = ",\n".join(json.dumps(record) for record in records)
-    path.write_text(f'{{"header": {json.dumps(header)},\n"rows": [\n{lines}\n]}}\n')
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(f'{{"header": {json.dumps(header)},\n"rows": [\n{lines}\n]}}\n')
+    beside.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What :func:`write_json` wrote.
+
+    Raises:
+        ValueError: it is something else, or not there.
+    """
+    try:
+        result = json.loads(path.read_text())
+        times = [row["times"] for row in result["rows"] if row["name"]]
+        header = result["header"]
+        assert all(isinstance(x, dict) for x in times) and header["device"] and header["mode"]
+    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+        raise ValueError(f"{path} is no file that --json wrote: {error!r}") from None
+    return dict(result)
 
 
 def compare(
     records: Sequence[dict[str, Any]], old: dict[str, Any], threshold: float
 ) -> tuple[list[str], bool]:
-    """(a line for each row of both, whether one takes more than ``threshold`` per cent longer)"""
+    """(a line per row that was timed before, whether one is gone or ``threshold`` per cent slower)
+
+    Rows that this run was not asked for are no matter.
+    """
     before = {record["name"]: record["times"].get(OURS) for record in old["rows"]}
-    lines, slower = [], False
+    lines, worse = [], False
     for record in records:
         own, was = record["times"].get(OURS), before.get(record["name"])
-        if own is None or was is None:
+        if was is None:
+            continue
+        if own is None:
+            lines.append(f"{record['name']:{NAME_WIDTH}}{was:10.2f}{'':20}  not timed now")
+            worse = True
             continue
         ratio = own / was
-        worse = ratio > 1 + threshold / 100
-        slower |= worse
-        mark = "  slower" if worse else ""
+        slower = not ratio <= 1 + threshold / 100
+        worse |= slower
+        mark = "  slower" if slower else ""
         lines.append(f"{record['name']:{NAME_WIDTH}}{was:10.2f}{own:10.2f}{ratio:10.3f}{mark}")
-    return lines, slower
+    return lines, worse

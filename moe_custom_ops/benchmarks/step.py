@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import MoE
+from .timing import positive
 
 
 class Config(NamedTuple):
@@ -253,8 +254,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="where to write the times, as JSON")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSON", "PNG"))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=5, help="steps timed together")
+    parser.add_argument("--repeats", type=positive, default=15)
+    parser.add_argument("--steps", type=positive, default=5, help="steps timed together")
     options = parser.parse_args()
     if options.plot:
         plot(json.loads(options.plot[0].read_text()), options.plot[1])

@@ -5,6 +5,7 @@ eager calls between one pair of events; on a CPU, by its clock. ``host``: host t
 that the device does not hold up.
 """
 
+import argparse
 import os
 import statistics
 import time
@@ -19,7 +20,9 @@ Inputs = Sequence[tuple[Any, ...]]
 # Bytes that one timed batch of calls should move, at least: 0.5 ms at 4 TB/s.
 BATCH_BYTES = 2 * 10**9
 # Calls of such a batch, at most, and sets of inputs; a CPU takes long, and has no launches to hide.
-MAX_CALLS = {"cuda": 120, "cpu": 8}
+MAX_CALLS = {"cuda": 120, "cpu": 2}
+# Cycles that the device waits before the first event, longer than a launch of a graph takes.
+HEAD_START = 200_000
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -36,9 +39,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """Sets of inputs to rotate through, of together three times the cache, where that is possible.
+    """Sets to rotate through, of which a call reads as many bytes, for three times the cache.
 
-    What is smaller than a 40th of the cache stays in it, as it does in a model.
+    There are no more than 120: what reads less than a 40th of the cache stays in it, as in a model.
     """
     return min(max(2, -(-3 * cache_bytes(device) // max(bytes_per_set, 1))), MAX_CALLS[device.type])
 
@@ -70,8 +73,9 @@ def capture(
 
 
 def event_time(run: Callable[[], None]) -> float:
-    """Microseconds between two events."""
+    """Microseconds between two events, both of which are queued before the device gets there."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START)
     start.record()
     run()
     end.record()
@@ -152,3 +156,11 @@ def peak_bytes(call: Call, inputs: tuple[Any, ...], device: torch.device) -> int
     call(*inputs)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def positive(text: str) -> int:
+    """An argument of a command that must be a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
+    return value

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..integrations.transformers import NAME, register, use_load_balancing_loss
 from .step import batch_time, interval
+from .timing import positive
 
 # Of the model's published config; vocabulary, layers and positions are what the command says.
 QWEN3_30B_A3B = {
@@ -320,10 +321,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSON", "PNG"))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--length", type=positive, default=4096)
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--repeats", type=positive, default=10)
     options = parser.parse_args()
     if options.plot:
         plot(json.loads(options.plot[0].read_text()), options.plot[1])
