@@ -42,7 +42,8 @@ def weighted_restore(
             :func:`make_workspace`; None allocates it.
         inverse: :func:`inverse_permutation` of ``token_indices_sorted``, int32 of the shape of
             ``top_scores``, where several ops of a layer share it; None inverts here. No workspace
-            is needed then.
+            is needed then. One of another order gives results that are unspecified, and may differ
+            from run to run; nothing beyond the tensors is read or written.
 
     Returns:
         [*, H] in the dtype of ``rows``, contiguous: ``top_scores`` [batch, seq, K] gives
@@ -112,7 +113,8 @@ def restore(
         workspace: scratch of at least :func:`weighted_restore_workspace_size` bytes, made by
             :func:`make_workspace`; None allocates it.
         inverse: :func:`inverse_permutation` of ``token_indices_sorted``, int32 [T, K], where
-            several ops of a layer share it; None inverts here. No workspace is needed then.
+            several ops of a layer share it; None inverts here. No workspace is needed then. It
+            must be that of this order, as for :func:`weighted_restore`.
 
     Returns:
         [T, H] in the dtype of ``rows``, contiguous. Gradients go to ``rows`` (zero at padding) and
@@ -175,7 +177,8 @@ def permute(
             :func:`make_workspace`; None allocates it. It is used where no gradient is recorded:
             for one the inverse is kept, in memory of its own.
         inverse: :func:`inverse_permutation` of ``token_indices_sorted``, int32 [T, K], where
-            several ops of a layer share it; None inverts here. No workspace is needed then.
+            several ops of a layer share it; None inverts here. No workspace is needed then. It
+            must be that of this order, as for :func:`weighted_restore`.
 
     Returns:
         [N, H] in the dtype of ``tokens``, contiguous.
