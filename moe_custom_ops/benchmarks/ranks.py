@@ -26,7 +26,7 @@ from .. import distributed
 from ..check.cases import counts_of, digest, expert_ids, floats
 from ..nn import MoE
 from . import report
-from .step import share_of_ours
+from .step import on_side_stream, share_of_ours
 from .timing import clock_time, event_time
 
 SIZES = (1, 2, 4, 8)
@@ -65,12 +65,7 @@ class Rank(NamedTuple):
 
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """``call``, warmed up and captured; what a replay writes is what the capture returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
+    on_side_stream(call, 3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import MoE
-from .timing import positive
+from .timing import event_time, positive
 
 
 class Config(NamedTuple):
@@ -93,7 +93,7 @@ class Stack(nn.Module):
         return (x - target).float().square().mean() + total
 
 
-def on_side_stream(step: Callable[[], Tensor], times: int) -> None:
+def on_side_stream(step: Callable[[], Any], times: int) -> None:
     """Where a warm-up must run: autograd's accumulators of the gradients stay on its stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -142,15 +142,14 @@ def make_step(way: Way, trained: Trained) -> Callable[[], Tensor]:
     return replay
 
 
-def batch_time(step: Callable[[], Tensor], steps: int) -> float:
+def batch_time(step: Callable[[], Any], steps: int) -> float:
     """Milliseconds of a step, of ``steps`` between one pair of events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(steps):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / steps
+
+    def batch() -> None:
+        for _ in range(steps):
+            step()
+
+    return event_time(batch) / steps / 1e3
 
 
 def interval(times: list[float], resamples: int = 2000) -> tuple[float, float]:
