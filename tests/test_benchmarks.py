@@ -38,6 +38,11 @@ def settings(repeats=1):
     return rows.Settings(CPU, "eager", repeats, False)
 
 
+def family_of(op):
+    (family,) = (family for family in __main__.FAMILIES if family.op == op)
+    return family
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("family", __main__.FAMILIES, ids=lambda family: family.op)
 def test_every_way_is_right(family):
@@ -81,7 +86,7 @@ def test_bytes():
 )
 @pytest.mark.usefixtures("small")
 def test_a_wrong_way_is_not_timed(broken, said):
-    (family,) = (family for family in __main__.FAMILIES if family.op == "permute(inverse)")
+    family = family_of("permute(inverse)")
     row = rows.run(
         family._replace(ways=family.ways | {"broken": broken}),
         rows.FORWARD,
@@ -90,11 +95,6 @@ def test_a_wrong_way_is_not_timed(broken, said):
         settings(),
     )
     assert row.left_out["broken"].startswith(f"wrong: {said}") and "broken" not in row.times
-
-
-def family_of(op):
-    (family,) = (family for family in __main__.FAMILIES if family.op == op)
-    return family
 
 
 @pytest.mark.usefixtures("small")
@@ -183,6 +183,8 @@ def test_the_command(tmp_path, capsys):
         assert (tmp_path / f"{chart}.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in names)
+    (line,) = (line for line in printed.splitlines() if line.startswith("path both small T12 "))
+    assert line.endswith(f"{share:.1f}")
 
     for row in result["rows"]:
         row["times"]["ours"] = 1e9 if row["name"] == "permute(inverse) both small T2" else 1e-9

@@ -42,7 +42,6 @@ ALLOWED = {
     # what cannot be sent, and only writes.
     "moe_custom_ops/distributed/agreement.py": {"pickle", "all_gather_object"},
     "moe_custom_ops/check/ranks.py": {"all_gather_object"},
-    "moe_custom_ops/benchmarks/ranks.py": {"all_gather_object"},
     # git and nvidia-smi, by written commands.
     "moe_custom_ops/benchmarks/report.py": {"subprocess"},
     # Source that the fuzz draws itself.

@@ -25,7 +25,8 @@ from .models import MODELS, Model
 from .rows import BACKWARD, OURS, Family, Row, Settings, name_of, run
 from .timing import memory_bytes, positive
 
-FAMILIES = (*losses.FAMILIES, *orders.FAMILIES, *copies.FAMILIES, *layer.FAMILIES)
+# The layer first: of its time the others' lines print their share.
+FAMILIES = (*layer.FAMILIES, *losses.FAMILIES, *orders.FAMILIES, *copies.FAMILIES)
 MODES = ("graph", "eager", "host")
 # A CPU takes a second for what takes a GPU a tenth of a millisecond.
 SIZES = {
@@ -136,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     repeats = min(options.repeats, 3) if options.quick else options.repeats
     streamed = "eager" if options.mode == "host" else options.mode
     rates = ceilings.measure(device, streamed, repeats, stream)
+    rate = ceilings.ceiling(rates)
     header = report.header(device, options.mode, rates)
     if old is not None:
         for key in ("device", "mode"):
@@ -147,17 +149,11 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = []
     code = 0
     try:
-        _run(
-            chosen,
-            Settings(device, options.mode, repeats, False, stream),
-            options,
-            rows,
-            rates,
-            header,
-        )
+        settings = Settings(device, options.mode, repeats, False, stream)
+        _run(chosen, settings, options, rows, rate, header)
     except KeyboardInterrupt:
         code = 130
-    records = report.as_records(rows, ceilings.ceiling(rates))
+    records = report.as_records(rows, rate)
     if options.csv:
         report.write_csv(records, options.csv)
     if options.plot and records:
@@ -181,14 +177,13 @@ def _run(
     settings: Settings,
     options: argparse.Namespace,
     rows: list[Row],
-    rates: dict[tuple[int, int], float],
+    rate: ceilings.Rate,
     header: dict[str, Any],
 ) -> None:
     """Add to ``rows``, to the terminal and to the file as they are made."""
     from tqdm import tqdm
 
-    device, rate = settings.device, ceilings.ceiling(rates)
-    last = None
+    device, last = settings.device, None
     with tqdm(total=len(chosen), disable=None, leave=False, unit="row") as bar:
         for family, model, tokens, kind, compiled in chosen:
             # What is compiled of a family serves its kinds.

@@ -61,7 +61,10 @@ def measure(
     return rates
 
 
-def ceiling(rates: dict[tuple[int, int], float]) -> Callable[[int, int], float]:
+Rate = Callable[[int, int], float]
+
+
+def ceiling(rates: dict[tuple[int, int], float]) -> Rate:
     """Of (bytes read, bytes written): the rate of their mix, bytes per microsecond.
 
     The time of a byte is taken as linear in the share of reads between two mixes that were timed.

@@ -55,45 +55,21 @@ def make_sparse_order(model: Model, num_tokens: int, device: torch.device) -> Or
     return _made(whole.order[present], num_tokens, model.topk)
 
 
-MakeOrder = Callable[[Model, int, torch.device], Order]
-
-
-def _rows(order: Order, model: Model) -> Tensor:
-    shape = len(order.order), model.hidden
-    return torch.randn(shape, device=order.order.device, dtype=DTYPE)
-
-
-def _scores(order: Order) -> Tensor:
-    return torch.rand(order.tokens, order.topk, device=order.order.device)
-
-
-def _tokens(order: Order, model: Model) -> Tensor:
-    shape = order.tokens, model.hidden
-    return torch.randn(shape, device=order.order.device, dtype=DTYPE)
-
-
-def make_tokens(make: MakeOrder, model: Model, num_tokens: int, device: torch.device) -> Inputs:
-    order = make(model, num_tokens, device)
-    return (_tokens(order, model),), (order,)
-
-
-def make_tokens_and_scores(
-    make: MakeOrder, model: Model, num_tokens: int, device: torch.device
+def make(
+    make_order: Callable[[Model, int, torch.device], Order],
+    of_rows: bool,
+    with_scores: bool,
+    model: Model,
+    num_tokens: int,
+    device: torch.device,
 ) -> Inputs:
-    order = make(model, num_tokens, device)
-    return (_tokens(order, model), _scores(order)), (order,)
-
-
-def make_rows(make: MakeOrder, model: Model, num_tokens: int, device: torch.device) -> Inputs:
-    order = make(model, num_tokens, device)
-    return (_rows(order, model),), (order,)
-
-
-def make_rows_and_scores(
-    make: MakeOrder, model: Model, num_tokens: int, device: torch.device
-) -> Inputs:
-    order = make(model, num_tokens, device)
-    return (_rows(order, model), _scores(order)), (order,)
+    """(tokens, or the experts' rows; scores where they are asked for), and the order."""
+    order = make_order(model, num_tokens, device)
+    shape = len(order.order) if of_rows else num_tokens, model.hidden
+    leaves = [torch.randn(shape, device=device, dtype=DTYPE)]
+    if with_scores:
+        leaves.append(torch.rand(num_tokens, model.topk, device=device))
+    return tuple(leaves), (order,)
 
 
 def our_permute(tokens: Tensor, order: Order) -> Tensor:
@@ -122,10 +98,18 @@ def our_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order) 
     return weighted_restore(rows, scores, order.order, inverse=order.inverse)
 
 
+def by_token(rows: Tensor, inverse: Tensor, topk: int) -> Tensor:
+    """Rows in the order of the tokens: [T, topk, H]."""
+    return rows.index_select(0, inverse).view(-1, topk, rows.shape[1])
+
+
+def sum_weighted(restored: Tensor, scores: Tensor) -> Tensor:
+    """float32 products and sums, as float32 scores make them, and one rounding."""
+    return (restored * scores[..., None]).sum(1).to(restored.dtype)
+
+
 def weighted_sum(rows: Tensor, scores: Tensor, inverse: Tensor) -> Tensor:
-    """Rows in the order of the tokens; float32 products and sums, as float32 scores make them."""
-    restored = rows.index_select(0, inverse).view(*scores.shape, -1)
-    return (restored * scores[..., None]).sum(1).to(rows.dtype)
+    return sum_weighted(by_token(rows, inverse, scores.shape[1]), scores)
 
 
 def eager_weighted_restore(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
@@ -137,8 +121,7 @@ def eager_sparse_weighted_restore(rows: Tensor, scores: Tensor, order: Order) ->
     shape = order.tokens * order.topk, rows.shape[1]
     restored = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
     restored.index_copy_(0, order.order64, rows)
-    restored = restored.view(order.tokens, order.topk, -1)
-    return (restored * scores[..., None]).sum(1).to(rows.dtype)
+    return sum_weighted(restored.view(order.tokens, order.topk, -1), scores)
 
 
 def eager_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
@@ -147,7 +130,7 @@ def eager_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order
 
 def bmm(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
     """A matrix product, for which the scores are rounded to the rows' dtype."""
-    restored = rows.index_select(0, order.inverse64).view(order.tokens, order.topk, -1)
+    restored = by_token(rows, order.inverse64, order.topk)
     return torch.bmm(scores[:, None].to(rows.dtype), restored).flatten(0, 1)
 
 
@@ -166,7 +149,7 @@ def our_restore(rows: Tensor, order: Order) -> Tensor:
 
 def eager_restore(rows: Tensor, order: Order) -> Tensor:
     # A sum of bfloat16 is made in float32 and rounded once.
-    return rows.index_select(0, order.inverse64).view(order.tokens, order.topk, -1).sum(1)
+    return by_token(rows, order.inverse64, order.topk).sum(1)
 
 
 def _bytes(model: Model, order: Order, scores: bool) -> tuple[int, int, int, int]:
@@ -192,19 +175,19 @@ def traffic_back(model: Model, inputs: Inputs, scores: bool = False) -> tuple[Tr
 FAMILIES = (
     Family(
         "permute(inverse)",
-        functools.partial(make_tokens, make_order),
+        functools.partial(make, make_order, False, False),
         {"ours": our_permute, "eager": eager_permute},
         traffic_out,
     ),
     Family(
         "permute_with_scores(inverse)",
-        functools.partial(make_tokens_and_scores, make_order),
+        functools.partial(make, make_order, False, True),
         {"ours": our_permute_with_scores, "eager": eager_permute_with_scores},
         functools.partial(traffic_out, scores=True),
     ),
     Family(
         "weighted_restore",
-        functools.partial(make_rows_and_scores, make_order),
+        functools.partial(make, make_order, True, True),
         {
             "ours": our_weighted_restore,
             "eager": eager_weighted_restore,
@@ -215,7 +198,7 @@ FAMILIES = (
     ),
     Family(
         "weighted_restore(inverse)",
-        functools.partial(make_rows_and_scores, make_order),
+        functools.partial(make, make_order, True, True),
         {
             "ours": our_weighted_restore_by_inverse,
             "eager": eager_weighted_restore_by_inverse,
@@ -225,13 +208,13 @@ FAMILIES = (
     ),
     Family(
         "restore(inverse)",
-        functools.partial(make_rows, make_order),
+        functools.partial(make, make_order, True, False),
         {"ours": our_restore, "eager": eager_restore},
         traffic_back,
     ),
     Family(
         "permute(inverse, 1.5 of 8 local)",
-        functools.partial(make_tokens, make_sparse_order),
+        functools.partial(make, make_sparse_order, False, False),
         {"ours": our_permute, "eager": eager_permute},
         traffic_out,
         sizes=("train",),
@@ -240,7 +223,7 @@ FAMILIES = (
     ),
     Family(
         "weighted_restore(1.5 of 8 local)",
-        functools.partial(make_rows_and_scores, make_sparse_order),
+        functools.partial(make, make_sparse_order, True, True),
         {"ours": our_weighted_restore, "eager": eager_sparse_weighted_restore},
         functools.partial(traffic_back, scores=True),
         sizes=("train",),

@@ -109,17 +109,17 @@ def traffic_of_layer(model: Model, inputs: Inputs) -> tuple[Traffic, Traffic]:
 
 FAMILIES = (
     Family(
-        "path",
-        make_path,
-        {"ours": our_path, "eager": eager_path},
-        traffic_of_path,
-        (FORWARD, BOTH),
-    ),
-    Family(
         "layer",
         make_layer,
         {"ours": our_layer, "eager": eager_layer},
         traffic_of_layer,
+        (FORWARD, BOTH),
+    ),
+    Family(
+        "path",
+        make_path,
+        {"ours": our_path, "eager": eager_path},
+        traffic_of_path,
         (FORWARD, BOTH),
     ),
 )

@@ -24,10 +24,11 @@ from torch import Tensor
 from .. import aux_loss as one_rank
 from .. import distributed
 from ..check.cases import counts_of, digest, expert_ids, floats
+from ..check.ranks import joined
 from ..nn import MoE
 from . import report
-from .step import on_side_stream, share_of_ours
-from .timing import clock_time, event_time
+from .step import captured, share_of_ours
+from .timing import batch_time, repeated
 
 SIZES = (1, 2, 4, 8)
 COEFF = 1e-2
@@ -62,19 +63,12 @@ class Rank(NamedTuple):
         size = self.scale.batch // self.group.size()
         return slice(size * self.group.rank(), size * (self.group.rank() + 1))
 
-
-def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call``, warmed up and captured; what a replay writes is what the capture returned."""
-    on_side_stream(call, 3)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return out
-
-    return replay
+    def loss_inputs(self) -> tuple[Tensor, Tensor]:
+        """(probs, counts) of this rank's own tokens."""
+        scale, own = self.scale, self.own
+        probs = floats(scale.batch, scale.experts, seed=1, signed=False)[own]
+        ids = expert_ids(scale.batch, scale.experts, scale.topk, seed=2)[own]
+        return probs.to(self.device), counts_of(ids, scale.experts).to(self.device)
 
 
 def modes(device: torch.device) -> tuple[str, ...]:
@@ -83,10 +77,8 @@ def modes(device: torch.device) -> tuple[str, ...]:
 
 def _loss_step(rank: Rank, mode: str) -> Callable[[], tuple[Tensor, Tensor]]:
     """A call that returns the loss over the ranks and the gradient of this rank's tokens."""
-    scale, own = rank.scale, rank.own
-    probs = floats(scale.batch, scale.experts, seed=1, signed=False)[own].to(rank.device)
-    ids = expert_ids(scale.batch, scale.experts, scale.topk, seed=2)[own]
-    counts = counts_of(ids, scale.experts).to(rank.device)
+    scale = rank.scale
+    probs, counts = rank.loss_inputs()
     leaf = probs.requires_grad_()
 
     def loss_of(x: Tensor) -> Tensor:
@@ -101,37 +93,26 @@ def _loss_step(rank: Rank, mode: str) -> Callable[[], tuple[Tensor, Tensor]]:
         (grad,) = torch.autograd.grad(loss, leaf)
         return loss.detach(), grad
 
-    return _captured(step) if mode == "captured" else step
+    return captured(step) if mode == "captured" else step
 
 
 def bits(rank: Rank, mode: str) -> dict[str, str]:
     """Digests of the loss and of the whole batch's gradient, which every rank sees alike."""
     loss, grad = _loss_step(rank, mode)()
-    parts: list[Tensor] = [grad] * rank.group.size()
-    dist.all_gather_object(parts, grad.cpu(), group=rank.group)
-    losses: list[str] = [""] * rank.group.size()
-    dist.all_gather_object(losses, digest(loss.cpu()), group=rank.group)
-    return {"loss": " ".join(sorted(set(losses))), "gradient": digest(torch.cat(parts))}
+    losses = sorted({digest(x) for x in joined(loss[None], 0, rank.group)})
+    return {"loss": " ".join(losses), "gradient": digest(joined(grad, 0, rank.group))}
 
 
 def _slowest(value: float, rank: Rank) -> float:
-    values: list[float] = [0.0] * rank.group.size()
-    dist.all_gather_object(values, value, group=rank.group)
-    return max(values)
+    return joined(torch.tensor([value], dtype=torch.float64), 0, rank.group).max().item()
 
 
 def _time(call: Callable[[], Any], rank: Rank, calls: int, repeats: int) -> float:
     """Microseconds of one of ``calls`` in a batch, of the slowest rank: the median of repeats."""
-    clock = event_time if rank.device.type == "cuda" else clock_time
-
-    def batch() -> None:
-        for _ in range(calls):
-            call()
-
     times = []
     for _ in range(repeats + 1):
         dist.barrier(rank.group)
-        times.append(clock(batch) / calls)
+        times.append(batch_time(call, calls, rank.device))
     return _slowest(statistics.median(times[1:]), rank)
 
 
@@ -141,10 +122,8 @@ def loss_times(rank: Rank) -> dict[str, float]:
     The last is what is usual: counts summed over the ranks, this rank's loss, and a sum of floats.
     On a GPU captured, 20 in a graph.
     """
-    scale, own = rank.scale, rank.own
-    probs = floats(scale.batch, scale.experts, seed=1, signed=False)[own].to(rank.device)
-    ids = expert_ids(scale.batch, scale.experts, scale.topk, seed=2)[own]
-    counts = counts_of(ids, scale.experts).to(rank.device)
+    scale = rank.scale
+    probs, counts = rank.loss_inputs()
 
     def gathered(reduction: str) -> Tensor:
         arguments = len(probs), scale.experts, scale.topk, COEFF, rank.group
@@ -167,19 +146,10 @@ def loss_times(rank: Rank) -> dict[str, float]:
     for name, call in calls.items():
         number = 20
         if rank.device.type == "cuda":
-            call = _captured(_repeated(call, number))
-            times[name] = _time(call, rank, 5, 10) / number
+            times[name] = _time(captured(repeated(call, number)), rank, 5, 10) / number
         else:
             times[name] = _time(call, rank, number, 3)
     return times
-
-
-def _repeated(call: Callable[[], Any], times: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(times):
-            call()
-
-    return run
 
 
 class Layer(NamedTuple):
@@ -191,7 +161,7 @@ class Layer(NamedTuple):
     ours: float | None
 
 
-def _make(rank: Rank, capacity: int | None, spread: bool) -> MoE:
+def _make(rank: Rank, **options: Any) -> MoE:
     scale = rank.scale
     torch.manual_seed(0)
     return MoE(
@@ -202,17 +172,17 @@ def _make(rank: Rank, capacity: int | None, spread: bool) -> MoE:
         scale.tokens,
         device=rank.device,
         dtype=torch.bfloat16,
-        process_group=rank.group if spread else None,
-        rank_capacity=capacity,
+        **options,
     )
 
 
 @torch.no_grad()
-def _part_of(layer: MoE, whole: MoE, rank: Rank) -> MoE:
-    """``layer`` with this rank's parts of ``whole``."""
+def _part_of(whole: MoE, rank: Rank, capacity: int | None) -> MoE:
+    """A layer over the ranks, with this rank's parts of ``whole``."""
+    layer = _make(rank, process_group=rank.group, rank_capacity=capacity)
     layer.router.weight.copy_(whole.router.weight)
     for own, parameter in ((layer.up, whole.up), (layer.down, whole.down)):
-        first = 0 if len(own) == len(parameter) else rank.group.rank() * len(own)
+        first = rank.group.rank() * len(own)
         own.copy_(parameter[first : first + len(own)])
     return layer
 
@@ -242,27 +212,27 @@ def layers(rank: Rank) -> list[Layer]:
     capacity = min(even + even // 4, scale.tokens * scale.topk)
     on_gpu = rank.device.type == "cuda"
     rows: list[Layer] = []
-    whole = _make(rank, None, False)
+    whole = _make(rank)
     with torch.no_grad():
         expected = whole(x)[0].float()
-    for name, spread, limit in (
-        ("one rank", False, None),
-        ("exact", True, None),
-        ("capacity", True, capacity),
-    ):
-        layer = _part_of(_make(rank, limit, spread), whole, rank)
+    made = {
+        "one rank": whole,
+        "exact": _part_of(whole, rank, None),
+        "capacity": _part_of(whole, rank, capacity),
+    }
+    for name, layer in made.items():
         step = _layer_step(layer, x, target)
         with torch.no_grad():
             out = layer(x)[0].float()
         error = ((out - expected).norm() / expected.norm()).item()
         dropped = 0 if layer.num_dropped is None else int(layer.num_dropped.item())
         ms = _time(step, rank, 5 if on_gpu else 1, 7 if on_gpu else 2) / 1e3
-        captured = None
+        captured_ms = None
         # The exact transport reads the numbers of rows on the host.
         if on_gpu and name != "exact":
-            captured = _time(_captured(step), rank, 5, 7) / 1e3
+            captured_ms = _time(captured(step), rank, 5, 7) / 1e3
         ours = share_of_ours(step) if on_gpu else None
-        rows.append(Layer(name, ms, captured, _slowest(error, rank), dropped, ours))
+        rows.append(Layer(name, ms, captured_ms, _slowest(error, rank), dropped, ours))
     return rows
 
 
@@ -314,8 +284,7 @@ def show(found: dict[str, Any]) -> None:
     alone = found["layer"]["1"][0]
     for size, rows in found["layer"].items():
         for row in rows:
-            captured = row["captured_ms"]
-            own = f", captured {captured:.2f}" if captured else ""
+            own = f", captured {row['captured_ms']:.2f}" if row["captured_ms"] else ""
             ours = f", {100 * row['ours']:.1f}% ours" if row["ours"] is not None else ""
             print(
                 f"layer, {size} ranks, {row['transport']}: {row['ms']:.2f} ms{own}, "

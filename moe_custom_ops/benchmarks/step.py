@@ -13,13 +13,15 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..nn import MoE
-from .timing import event_time, positive
+from .timing import batch_time, positive
+
+Result = TypeVar("Result")
 
 
 class Config(NamedTuple):
@@ -103,6 +105,20 @@ def on_side_stream(step: Callable[[], Any], times: int) -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
+def captured(step: Callable[[], Result]) -> Callable[[], Result]:
+    """``step`` after a warm-up, in a graph: a replay writes what the capture returned."""
+    on_side_stream(step, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def replay() -> Result:
+        graph.replay()
+        return out
+
+    return replay
+
+
 class Trained:
     """A stack, its optimizer and a batch."""
 
@@ -128,28 +144,10 @@ def make_step(way: Way, trained: Trained) -> Callable[[], Tensor]:
     if way.compiled:
         run = torch.compile(trained.model, fullgraph=True)  # type: ignore[assignment]
     step = functools.partial(trained.step, run)
+    if way.captured:
+        return captured(step)
     on_side_stream(step, 3)
-    if not way.captured:
-        return step
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
-
-
-def batch_time(step: Callable[[], Any], steps: int) -> float:
-    """Milliseconds of a step, of ``steps`` between one pair of events."""
-
-    def batch() -> None:
-        for _ in range(steps):
-            step()
-
-    return event_time(batch) / steps / 1e3
+    return step
 
 
 def interval(times: list[float], resamples: int = 2000) -> tuple[float, float]:
@@ -199,7 +197,7 @@ def measure(config: Config, device: torch.device, repeats: int, steps: int) -> d
     times: dict[str, list[float]] = {way.name: [] for way in WAYS}
     for _ in range(repeats):
         for name, step in made.items():
-            times[name].append(batch_time(step, steps))
+            times[name].append(batch_time(step, steps, device) / 1e3)
     rows = [
         {
             "way": name,
@@ -247,26 +245,45 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
+def run_command(
+    name: str,
+    doc: str,
+    integers: dict[str, tuple[int, str]],
+    measure: Callable[[argparse.Namespace, torch.device], dict[str, Any]],
+    plot: Callable[[dict[str, Any], Path], None],
+) -> None:
+    """The command of a benchmark that a GPU takes: measure, or draw what was measured.
+
+    ``integers`` are its options: the default and the help of each.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m moe_custom_ops.benchmarks.step", description=__doc__.split("\n")[0]
+        prog=f"python -m moe_custom_ops.benchmarks.{name}", description=doc.split("\n")[0]
     )
-    parser.add_argument("--out", type=Path, help="where to write the times, as JSON")
+    parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSON", "PNG"))
-    parser.add_argument("--repeats", type=positive, default=15)
-    parser.add_argument("--steps", type=positive, default=5, help="steps timed together")
+    for option, (default, text) in integers.items():
+        parser.add_argument(f"--{option}", type=positive, default=default, help=text)
     options = parser.parse_args()
     if options.plot:
         plot(json.loads(options.plot[0].read_text()), options.plot[1])
         return
     if not torch.cuda.is_available():
         raise SystemExit("these times need an NVIDIA GPU, and none is visible")
-    device = torch.device("cuda", torch.cuda.current_device())
-    result = measure(Config(), device, options.repeats, options.steps)
+    result = measure(options, torch.device("cuda", torch.cuda.current_device()))
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
+
+
+def main() -> None:
+    run_command(
+        "step",
+        __doc__,
+        {"repeats": (15, "batches of each way"), "steps": (5, "steps timed together")},
+        lambda options, device: measure(Config(), device, options.repeats, options.steps),
+        plot,
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ that the device does not hold up.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -90,6 +91,20 @@ def clock_time(run: Callable[[], None]) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
+def repeated(call: Callable[[], Any], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def batch_time(call: Callable[[], Any], calls: int, device: torch.device) -> float:
+    """Microseconds of one of ``calls`` in a batch, by events where there is a GPU."""
+    clock = event_time if device.type == "cuda" else clock_time
+    return clock(repeated(call, calls)) / calls
+
+
 def take_turns(
     runs: dict[str, Callable[[], None]], clock: Callable[[Callable[[], None]], float], repeats: int
 ) -> dict[str, float]:
@@ -110,40 +125,31 @@ def time_calls(
     stream: "torch.cuda.Stream | None",
 ) -> dict[str, float]:
     """Microseconds of one call of each variant, by the clock that ``mode`` names."""
-    runs: dict[str, Callable[[], None]] = {}
+    runs: dict[str, Callable[[], None]]
     if mode == "graph":
         assert stream is not None
-        graphs = {
-            name: capture(call, inputs, number, stream) for name, (call, inputs) in calls.items()
+        runs = {
+            name: capture(call, inputs, number, stream).replay
+            for name, (call, inputs) in calls.items()
         }
-        runs = {name: graph.replay for name, graph in graphs.items()}
-        torch.cuda.synchronize(device)
-        times = take_turns(runs, event_time, repeats)
-        return {name: value / number for name, value in times.items()}
-
-    def batch(call: Call, inputs: Inputs) -> Callable[[], None]:
-        return lambda: rotate(call, inputs, number)
-
-    runs = {name: batch(call, inputs) for name, (call, inputs) in calls.items()}
-    for run in runs.values():
-        run()
+    else:
+        runs = {
+            name: functools.partial(rotate, call, inputs, number)
+            for name, (call, inputs) in calls.items()
+        }
+        for run in runs.values():
+            run()
+    clock = clock_time
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    if mode == "eager" and device.type == "cuda":
-        times = take_turns(runs, event_time, repeats)
-    else:
-        # The queue of the device is emptied between batches, or a full one would hold up the host.
-        times = take_turns(runs, _unhindered(device), repeats)
-    return {name: value / number for name, value in times.items()}
+        clock = functools.partial(_unhindered, device) if mode == "host" else event_time
+    return {name: value / number for name, value in take_turns(runs, clock, repeats).items()}
 
 
-def _unhindered(device: torch.device) -> Callable[[Callable[[], None]], float]:
-    def clock(run: Callable[[], None]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return clock_time(run)
-
-    return clock
+def _unhindered(device: torch.device, run: Callable[[], None]) -> float:
+    """Of the host, which a queue that batches have filled would hold up."""
+    torch.cuda.synchronize(device)
+    return clock_time(run)
 
 
 def peak_bytes(call: Call, inputs: tuple[Any, ...], device: torch.device) -> int | None:

@@ -13,10 +13,8 @@ additions in Inductor's code are counted.
 import argparse
 import contextlib
 import gc
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..integrations.transformers import NAME, register, use_load_balancing_loss
-from .step import batch_time, interval
-from .timing import positive
+from .step import interval, run_command
+from .timing import batch_time
 
 # Of the model's published config; vocabulary, layers and positions are what the command says.
 QWEN3_30B_A3B = {
@@ -171,16 +169,6 @@ def _bits(x: Tensor) -> torch.dtype:
     return integers[x.element_size()] if x.is_floating_point() else x.dtype
 
 
-def step_time(trained: Trained, steps: int, device: torch.device) -> float:
-    """Milliseconds of a step."""
-    if device.type == "cuda":
-        return batch_time(trained.step, steps)
-    start = time.perf_counter()
-    for _ in range(steps):
-        trained.step()
-    return (time.perf_counter() - start) / steps * 1e3
-
-
 def allocated(device: torch.device) -> int:
     """Bytes in use, from which on :func:`peaked` counts."""
     if device.type != "cuda":
@@ -228,7 +216,7 @@ def train(
         losses = torch.stack([first, *(trained.step() for _ in range(steps - 1))]).tolist()
         peak = peaked(device) - before
         parameters = trained.digest()
-        times = [step_time(trained, 5, device) for _ in range(repeats)]
+        times = [batch_time(trained.step, 5, device) / 1e3 for _ in range(repeats)]
         differ: set[str] = set()
         if examine:
             with Repeated() as repeated:
@@ -314,35 +302,24 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m moe_custom_ops.benchmarks.transformers_step",
-        description=__doc__.split("\n")[0],
-    )
-    parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
-    parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSON", "PNG"))
-    parser.add_argument("--layers", type=positive, default=4)
-    parser.add_argument("--length", type=positive, default=4096)
-    parser.add_argument("--steps", type=positive, default=200)
-    parser.add_argument("--repeats", type=positive, default=10)
-    options = parser.parse_args()
-    if options.plot:
-        plot(json.loads(options.plot[0].read_text()), options.plot[1])
-        return
-    if not torch.cuda.is_available():
-        raise SystemExit("these times need an NVIDIA GPU, and none is visible")
+def _measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     sizes = QWEN3_30B_A3B | {
         "num_hidden_layers": options.layers,
         "max_position_embeddings": options.length,
     }
     # What cuBLAS must be told before PyTorch calls it deterministic; on Hopper it is the default.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = torch.device("cuda", torch.cuda.current_device())
-    result = measure(sizes, options.length, options.steps, options.repeats, device)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    return measure(sizes, options.length, options.steps, options.repeats, device)
+
+
+def main() -> None:
+    integers = {
+        "layers": (4, "of the model"),
+        "length": (4096, "tokens of a batch"),
+        "steps": (200, "of a deterministic run"),
+        "repeats": (10, "batches of five steps that are timed"),
+    }
+    run_command("transformers_step", __doc__, integers, _measure, plot)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def _own(group: "dist.ProcessGroup") -> slice:
     return slice(tiles * rank // size * tile, end)
 
 
-def _joined(part: Tensor, dim: int, group: "dist.ProcessGroup") -> Tensor:
+def joined(part: Tensor, dim: int, group: "dist.ProcessGroup") -> Tensor:
+    """The parts of all ranks, in order, on the CPU of each."""
     parts: list[Tensor] = [part] * group.size()
     dist.all_gather_object(parts, part.cpu(), group=group)
     return torch.cat(parts, dim)
@@ -56,7 +57,7 @@ def _results(
     loss: Tensor, leaf: Tensor, seed: int, dim: int, group: "dist.ProcessGroup"
 ) -> Results:
     own = gradients([loss], seed, probs=leaf)
-    return {"loss": loss, **{name: _joined(grad, dim, group) for name, grad in own.items()}}
+    return {"loss": loss, **{name: joined(grad, dim, group) for name, grad in own.items()}}
 
 
 OF_RANKS = {"aux_loss, float32": aux_loss, "sequence_aux_loss, batch": sequence_aux_loss}
