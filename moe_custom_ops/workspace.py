@@ -70,9 +70,10 @@ def overlap(workspace: Tensor | None, *inputs: Tensor | None) -> bool:
 
 def apart(op: str, workspace: Tensor | None, **inputs: Tensor | None) -> None:
     """Refuse a workspace that would overwrite an input, where that can be seen."""
-    for name, tensor in inputs.items():
-        met = overlap(workspace, tensor)
-        checks.value(not met, op, "workspace", "apart from the inputs", f"one that overlaps {name}")
+    if not overlap(workspace, *inputs.values()):
+        return
+    (name, *_) = (name for name, tensor in inputs.items() if overlap(workspace, tensor))
+    checks.value(False, op, "workspace", "apart from the inputs", f"one that overlaps {name}")
 
 
 def resolve(op: str, workspace: Tensor | None, num_bytes: int, like: Tensor) -> Tensor:
