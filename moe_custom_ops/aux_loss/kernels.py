@@ -108,9 +108,10 @@ def _aux_loss_from_tile_sums_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
+    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, True)
+    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
     offsets = tl.arange(0, BLOCK).to(tl.int64)
     slots = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
@@ -186,6 +187,7 @@ def loss_from_tile_sums(num_partials: int, dtype: torch.dtype, device: torch.dev
         BLOCK=min(next_power_of_2(num_partials), FINAL_BLOCK),
         MAX_BLOCKS=next_power_of_2(blocks),
         ACC=TRITON_DTYPES[dtype],
+        RUN_AHEAD=num_partials > few_programs(device),
         num_warps=4,
         overlap=True,
     )

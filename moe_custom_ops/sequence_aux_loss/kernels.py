@@ -202,9 +202,10 @@ def _sequence_loss_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
+    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, True)
+    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
     index = tl.arange(0, BLOCK).to(tl.int64)
     non_empty = tl.zeros([BLOCK], tl.int64)
     for block in range(MAX_BLOCKS):
@@ -316,6 +317,7 @@ def loss_from_tile_sums(
         BLOCK=block,
         MAX_BLOCKS=steps,
         ACC=acc,
+        RUN_AHEAD=num_slots * chunks > few_programs(probs.device),
         num_warps=4,
         overlap=True,
     )

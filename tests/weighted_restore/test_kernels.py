@@ -29,7 +29,7 @@ def run(
     num_warps=2,
     block_h=None,
     block_k=None,
-    blocks=None,
+    compact=None,
 ):
     """(out, inverse, grad_rows, grad_scores) from the kernels; ``topk`` where no scores give it."""
     from moe_custom_ops.weighted_restore import kernels
@@ -52,7 +52,7 @@ def run(
         kernels.permute(grad, indices, topk, **options)(grad, indices, slots, grad_rows)
         return out, inverse, grad_rows, None
     grad_scores = torch.full(scores.shape, torch.nan, dtype=scores.dtype, device=device)
-    options = {"num_warps": num_warps, "block_k": block_k, "blocks": blocks}
+    options = {"num_warps": num_warps, "block_k": block_k, "compact": compact}
     launch = kernels.restore_backward(grad, rows, scores, indices, topk, True, **options)
     launch(grad, rows, scores, indices, slots, grad_rows, grad_scores)
     return out, inverse, grad_rows, grad_scores
@@ -209,16 +209,17 @@ def test_extreme_magnitudes(magnitude, kernel_device):
 
 def test_no_launch_choice_changes_a_bit(kernel_device):
     call = inputs(6, 5, 3000, torch.bfloat16)
-    choices = [(1, 64, 1, 1), (2, 256, 2, 1), (4, 512, 4, 1), (4, 1024, 8, 1), (8, 2048, 16, 1)]
-    for num_warps, block_h, block_k, blocks in [*choices, (1, 1024, 2, 3), (2, 1024, 1, 5)]:
+    choices = [(1, 64, 1), (2, 256, 2), (4, 512, 4), (4, 1024, 8), (8, 2048, 16)]
+    for num_warps, block_h, block_k in choices:
         options = {"num_warps": num_warps, "block_h": block_h}
-        check(*call, kernel_device, **options, block_k=block_k, blocks=blocks)
+        for compact in (False, True):
+            check(*call, kernel_device, **options, block_k=block_k, compact=compact)
         rows, _, indices, addend, grad = call
         check(rows, None, indices, addend, grad, kernel_device, topk=5, **options)
 
 
 def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
-    """The backward then takes a token, not a block of its assignments, per program."""
+    """The forward then reads row after row, the backward moves those of a token together."""
     from moe_custom_ops.weighted_restore import kernels
 
     monkeypatch.setattr(kernels, "enough_programs", lambda device: 20)
@@ -226,7 +227,8 @@ def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
     scores[indices[80] // 3] = torch.nan
     for kept in (slice(0), slice(40), slice(1, 80, 7)):
         launch = kernels.restore_backward(grad, rows[kept], scores, indices[kept], 3, True)
-        assert launch.options["BLOCKS"] > 1
+        assert launch.options["COMPACT"]
+        assert kernels.restore(rows[kept], scores, None, 30, 3).options["LOADS"] == 1
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
