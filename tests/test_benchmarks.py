@@ -116,12 +116,14 @@ def test_the_gradient_of_each_output_counts(op):
     family = family_of(op)
 
     def lost(*arguments):
-        out, loss = family.ways["ours"](*arguments)
-        return out, loss.detach() + 0 * loss
+        *others, loss = family.ways["ours"](*arguments)
+        return *others, loss.detach() + 0 * loss
 
     ways = family.ways | {"lost": lost}
-    row = rows.run(family._replace(ways=ways), rows.BOTH, SMALL, 12, settings())
-    assert row.left_out["lost"].startswith("wrong")
+    for rounding in ((), ("lost",)):
+        changed = family._replace(ways=ways, rounding=rounding)
+        row = rows.run(changed, rows.BOTH, SMALL, 12, settings())
+        assert row.left_out["lost"].startswith("wrong")
 
 
 @pytest.mark.usefixtures("small")
@@ -157,6 +159,29 @@ def test_the_compiled_form_runs_its_backward_twice():
     asked = settings()._replace(compiled=True)
     row = rows.run(family_of("weighted_restore"), rows.BACKWARD, SMALL, 12, asked)
     assert row.left_out == {} and row.times["compiled"] > 0
+
+
+@pytest.mark.usefixtures("small")
+def test_compiled_layers_of_both_kinds():
+    """They round elsewhere; a router's rows of experts that no token took are rounding alone."""
+    asked = settings()._replace(compiled=True)
+    row = rows.run(family_of("layer"), rows.BOTH, models.Model("small", 64, 32, 32, 4), 16, asked)
+    assert row.left_out == {}
+    assert set(row.times) == {"ours", "eager", rows.COMPILED, rows.OURS_COMPILED}
+
+
+def test_what_rounding_allows():
+    expected = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+    usual = (26 / 3) ** 0.5
+    for own, exact, rounded in (
+        (expected * 1.01, False, True),
+        (expected * 1.03, False, False),
+        (expected + torch.tensor([[0.0], [0.0], [usual / 400]]), False, True),
+        (expected + torch.tensor([[0.0], [0.0], [usual / 200]]), False, False),
+        (expected * torch.tensor([[0.0], [1.0], [1.0]]), False, False),
+    ):
+        assert (rows.error_of([own], [expected]) == "") is exact
+        assert (rows.error_of([own], [expected], True) == "") is rounded
 
 
 @pytest.mark.usefixtures("small")

@@ -10,6 +10,7 @@ from ..triton_common import (
     PREFETCH_FRACTION,
     TRITON_DTYPES,
     Launch,
+    crowds,
     few_programs,
     float64_from_bits,
     num_chunks,
@@ -187,7 +188,7 @@ def loss_from_tile_sums(num_partials: int, dtype: torch.dtype, device: torch.dev
         BLOCK=min(next_power_of_2(num_partials), FINAL_BLOCK),
         MAX_BLOCKS=next_power_of_2(blocks),
         ACC=TRITON_DTYPES[dtype],
-        RUN_AHEAD=num_partials > few_programs(device),
+        RUN_AHEAD=not crowds(num_partials, device),
         num_warps=4,
         overlap=True,
     )

@@ -205,6 +205,7 @@ FAMILIES = (
             "bmm": bmm,
         },
         functools.partial(traffic_back, scores=True),
+        rounding=("bmm",),
     ),
     Family(
         "restore(inverse)",

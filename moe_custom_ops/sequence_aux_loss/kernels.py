@@ -12,6 +12,7 @@ from ..triton_common import (
     PREFETCH_FRACTION,
     TRITON_DTYPES,
     Launch,
+    crowds,
     few_programs,
     float64_from_bits,
     max_registers,
@@ -317,7 +318,7 @@ def loss_from_tile_sums(
         BLOCK=block,
         MAX_BLOCKS=steps,
         ACC=acc,
-        RUN_AHEAD=num_slots * chunks > few_programs(probs.device),
+        RUN_AHEAD=not crowds(num_slots * chunks, probs.device),
         num_warps=4,
         overlap=True,
     )
