@@ -150,6 +150,17 @@ def orders():
             check("expert_permutation_from_counts", counts=some, **rest)
 
 
+def check_restores(rows, order, inverse, scores, tokens, defined=True):
+    num_tokens, topk = scores.shape
+    common = {"token_indices_sorted": order, "inverse": inverse, "defined": defined}
+    weighted = {"rows": rows, "top_scores": scores, "addend": tokens, **common}
+    check("weighted_restore", ["rows", "top_scores", "addend"], **weighted)
+    check("restore", ["rows"], rows=rows, num_tokens=num_tokens, topk=topk, **common)
+    check("permute", ["tokens"], tokens=tokens, topk=topk, **common)
+    both = {"tokens": tokens, "top_scores": scores, **common}
+    check("permute_with_scores", ["tokens", "top_scores"], **both)
+
+
 def restores():
     for num_tokens, topk, hidden, dtype in (
         (1, 1, 1, torch.float32),
@@ -161,28 +172,35 @@ def restores():
         wide = torch.randn(order.shape[0], 2 * hidden, generator=GENERATOR).to(dtype)
         tokens = torch.randn(num_tokens, hidden, generator=GENERATOR).to(dtype)
         inverse = torch.ops.moe.inverse_permutation(order, num_tokens, topk)
-
-        def check_all(rows, order, inverse, defined=True, scores=scores, tokens=tokens, topk=topk):
-            common = {"token_indices_sorted": order, "inverse": inverse, "defined": defined}
-            weighted = {"rows": rows, "top_scores": scores, "addend": tokens, **common}
-            check("weighted_restore", ["rows", "top_scores", "addend"], **weighted)
-            sizes = {"num_tokens": len(tokens), "topk": topk}
-            check("restore", ["rows"], rows=rows, **sizes, **common)
-            check("permute", ["tokens"], tokens=tokens, topk=topk, **common)
-            both = {"tokens": tokens, "top_scores": scores, **common}
-            check("permute_with_scores", ["tokens", "top_scores"], **both)
-
-        check_all(wide[:, ::2], order, None)
-        check_all(wide[:, :hidden], order, inverse)
+        check_restores(wide[:, ::2], order, None, scores, tokens)
+        check_restores(wide[:, :hidden], order, inverse, scores, tokens)
         rows = wide[:, hidden:].contiguous()
         if num_tokens in (9, 33):
             for bad in (*malformed(order), random_bits(order.shape, torch.int32)):
-                check_all(rows, bad, None)
+                check_restores(rows, bad, None, scores, tokens)
             for bad in malformed(inverse):
                 # Two assignments that claim a row both write it.
-                check_all(rows, order, bad, defined=False)
+                check_restores(rows, order, bad, scores, tokens, defined=False)
         quantised = random_bits((num_tokens, hidden), torch.uint8)
         check("permute", tokens=quantised, token_indices_sorted=order, topk=topk)
+
+
+def few_rows():
+    """Of many tokens, as on one rank of many: the restores then leave out what has no row."""
+    num_tokens = 23
+    # Many, for a device this small.
+    restore_kernels.enough_programs = lambda device: num_tokens
+    for topk, hidden, dtype in ((3, 33, torch.bfloat16), (5, 260, torch.float32)):
+        scores, order = make_assignments(num_tokens, topk, 16)
+        tokens = torch.randn(num_tokens, hidden, generator=GENERATOR).to(dtype)
+        order = order[torch.rand(len(order), generator=GENERATOR) < 0.3]
+        rows = torch.randn(len(order), hidden, generator=GENERATOR).to(dtype)
+        inverse = torch.ops.moe.inverse_permutation(order, num_tokens, topk)
+        check_restores(rows, order, inverse, scores, tokens)
+        _, _, *some, random = malformed(order)
+        for bad in (*some[:2], random):
+            check_restores(rows, bad, None, scores, tokens)
+        check_restores(rows, order, random_bits(inverse.shape, torch.int32), scores, tokens, False)
 
 
 def many_assignments():
@@ -227,7 +245,8 @@ def main():
     direct.CUDA = DEVICE == "cuda"
     launched = watch_launches()
     for part in (
-        aux_losses, sequence_losses, orders, restores, many_assignments, scratch_of_garbage
+        aux_losses, sequence_losses, orders, restores, few_rows, many_assignments,
+        scratch_of_garbage,
     ):  # fmt: skip
         start = time.monotonic()
         part()
