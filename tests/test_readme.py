@@ -63,3 +63,43 @@ def test_the_transformers_table_says_what_was_measured(root):
         assert [op.split(".")[1] for op in default["differ"]] == differ
     adds = [row["default"]["atomic_adds"] for row in rows.values()]
     assert adds == [0, 0, 4, 1]
+
+
+def test_the_training_step_table_says_what_was_measured(root):
+    result = json.loads((root / "docs/benchmarks/step.json").read_text())
+    text = (root / "README.md").read_text()
+    assert len(result["rows"]) == 6
+    for row in result["rows"]:
+        low, high = row["interval"]
+        share = result["share"].get(row["way"])
+        cells = f"{row['ms']:.1f} | {low:.1f} to {high:.1f} | {row['peak_gib']:.1f} |"
+        cells += "" if share is None else f" {share:.0%}"
+        assert f"| {row['way']} | {cells} |" in text
+
+
+def test_the_tables_over_ranks_say_what_was_measured(root):
+    runs = json.loads((root / "docs/benchmarks/ranks.json").read_text())["runs"]
+    text = (root / "docs/determinism.md").read_text()
+    assert set(runs) == {"ring", "ring;allreduce:tree"}
+    digests = set()
+    for name, run in runs.items():
+        for ranks, times in run["loss us"].items():
+            cells = " | ".join(f"{us:.1f}" for us in times.values())
+            assert f"| {ranks}, {name.split(':')[-1]} | {cells} |" in text
+        sizes = [size for mode in run["bits"].values() for size in mode.items()]
+        assert {ranks for ranks, _ in sizes} == {"1", "2"} and len(run["bits"]) == 3
+        digests |= {tuple(values.items()) for _, values in sizes}
+        for rows in run["layer"].values():
+            assert all(row["error"] == row["dropped"] == 0 for row in rows)
+    assert len(digests) == 1
+    layers = runs["ring"]["layer"]
+    alone = layers["1"][0]
+    for ranks, rows in layers.items():
+        for row in rows:
+            cells = f"{row['ms']:.1f} | {alone['ms'] / row['ms']:.0%} |"
+            if row["captured_ms"]:
+                own = alone["captured_ms"] / row["captured_ms"]
+                cells += f" {row['captured_ms']:.1f} | {own:.0%} |"
+            else:
+                cells += " | |"
+            assert f"| {ranks} | {row['transport']} | {cells} {row['ours']:.0%} |" in text
