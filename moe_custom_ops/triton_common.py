@@ -270,16 +270,6 @@ def few_programs(device: torch.device) -> int:
     return FEW_PER_MULTIPROCESSOR * _multiprocessors(device)
 
 
-def crowds(num_programs: int, device: torch.device) -> bool:
-    """Whether programs that come before the last kernel's have gone are spread unevenly.
-
-    So are more than one of a multiprocessor, and fewer than fill the device. In a row of losses of
-    8192 tokens of 256 experts a call took 5.6 us on an H200, not 4.6, where the last launch of one
-    let the first of the next come early; of 64 tokens it took 1.5, and 1.8 where it did not.
-    """
-    return _multiprocessors(device) < num_programs <= few_programs(device)
-
-
 def enough_programs(device: torch.device) -> int:
     """Launches of fewer are cut finer."""
     return ENOUGH_PER_MULTIPROCESSOR * _multiprocessors(device)

@@ -10,7 +10,6 @@ from ..triton_common import (
     PREFETCH_FRACTION,
     TRITON_DTYPES,
     Launch,
-    crowds,
     few_programs,
     float64_from_bits,
     num_chunks,
@@ -109,10 +108,9 @@ def _aux_loss_from_tile_sums_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
-    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    wait_for_previous_kernel(OVERLAP, True)
     offsets = tl.arange(0, BLOCK).to(tl.int64)
     slots = tl.arange(0, MAX_BLOCKS)
     block_sums = tl.zeros([MAX_BLOCKS], ACC)
@@ -188,7 +186,6 @@ def loss_from_tile_sums(num_partials: int, dtype: torch.dtype, device: torch.dev
         BLOCK=min(next_power_of_2(num_partials), FINAL_BLOCK),
         MAX_BLOCKS=next_power_of_2(blocks),
         ACC=TRITON_DTYPES[dtype],
-        RUN_AHEAD=not crowds(num_partials, device),
         num_warps=4,
         overlap=True,
     )

@@ -12,7 +12,6 @@ from ..triton_common import (
     PREFETCH_FRACTION,
     TRITON_DTYPES,
     Launch,
-    crowds,
     few_programs,
     float64_from_bits,
     max_registers,
@@ -203,10 +202,9 @@ def _sequence_loss_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
-    RUN_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP, RUN_AHEAD)
+    wait_for_previous_kernel(OVERLAP, True)
     index = tl.arange(0, BLOCK).to(tl.int64)
     non_empty = tl.zeros([BLOCK], tl.int64)
     for block in range(MAX_BLOCKS):
@@ -318,7 +316,6 @@ def loss_from_tile_sums(
         BLOCK=block,
         MAX_BLOCKS=steps,
         ACC=acc,
-        RUN_AHEAD=not crowds(num_slots * chunks, probs.device),
         num_warps=4,
         overlap=True,
     )
