@@ -172,21 +172,30 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
         for launch in kernels.invert(indices, 5 * topk):
             launch(indices, slots)
     given = scores if weighted else None
-    # As for many tokens: few are cut finer than the widest loads.
-    launch = kernels.restore(rows, given, tokens, 5000, topk)
-    launch(rows, given, slots, tokens, tokens, slots)
-    if weighted:
-        launch = kernels.restore_backward(tokens, rows, given, indices, topk, True)
-        launch(tokens, rows, given, indices, slots, rows, scores)
-    else:
-        launch = kernels.permute(tokens, indices, topk, block_h=1024)
-        launch(tokens, indices, slots, rows)
-    assert len(ptx) == 5
-    # Multiples of 8 too, not only of Triton's 16.
-    if hidden >= 1000:
-        check_wide_loads(ptx["_weighted_restore_kernel"])
-        back = "_weighted_restore_backward_kernel" if weighted else "_permute_kernel"
-        check_wide_loads(ptx[back])
+    back = "_weighted_restore_backward_kernel" if weighted else "_permute_kernel"
+    for few_rows in (False, True):
+        monkeypatch.setattr(kernels, "_few_rows", lambda *sizes, few=few_rows: few)
+        # Few tokens are cut finer than the widest loads.
+        launch = kernels.restore(rows, given, tokens, 5, topk, block_h=1024)
+        assert (launch.options["LOADS"] == 1) is few_rows
+        launch(rows, given, slots, tokens, tokens, slots)
+        if weighted:
+            launch = kernels.restore_backward(tokens, rows, given, indices, topk, True)
+            assert launch.options["COMPACT"] is few_rows
+            for own, grad_rows, grad_scores in (
+                (rows, None, scores),
+                (None, rows, None),
+                (rows, rows, scores),
+            ):
+                launch(tokens, own, given, indices, slots, grad_rows, grad_scores)
+        else:
+            launch = kernels.permute(tokens, indices, topk, block_h=1024)
+            launch(tokens, indices, slots, rows)
+        assert len(ptx) == 5
+        # Multiples of 8 too, not only of Triton's 16.
+        if hidden >= 1000:
+            check_wide_loads(ptx["_weighted_restore_kernel"])
+            check_wide_loads(ptx[back])
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(300, 5), (300, 128), (300, 4096)])

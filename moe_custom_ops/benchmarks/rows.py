@@ -160,8 +160,8 @@ def _error_of_one(own: Tensor, expected: Tensor, rounding: bool) -> str:
     )
     usual = sizes.square().mean().sqrt() if sizes.numel() else sizes
     tolerance = TOLERANCES[torch.bfloat16 if rounding else expected.dtype]
-    # A row of zeros, say of padding, is allowed a hundredth of what a usual one is. What rounds
-    # leaves more in rows that cancel, say a router's of experts that no token took.
+    # A row of zeros, say of padding, is allowed a hundredth of what a usual row is allowed. What
+    # rounds leaves more in rows that cancel, say a router's of experts that no token took.
     least = UNIT_ROUNDOFF if rounding else tolerance / 100
     allowed = tolerance * sizes + least * usual
     # Not "greater", as a NaN is not.

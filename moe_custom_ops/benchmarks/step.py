@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import MoE
+from . import report
 from .timing import batch_time, positive
 
 Result = TypeVar("Result")
@@ -269,7 +270,8 @@ def run_command(
         return
     if not torch.cuda.is_available():
         raise SystemExit("these times need an NVIDIA GPU, and none is visible")
-    result = measure(options, torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    result = {"header": report.header(device, name, {}), **measure(options, device)}
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:
