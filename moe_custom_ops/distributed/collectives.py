@@ -70,7 +70,7 @@ def in_order(gathered: Tensor, counts: Tensor) -> Tensor:
     num_ranks, num_rows, size = gathered.shape
     starts = counts.cumsum(0) - counts
     own = torch.arange(size, device=gathered.device)
-    # What counts not goes behind the end, which is cut off.
+    # What does not count goes behind the end, which is cut off.
     end = num_ranks * size
     places = torch.where(own < counts[..., None], starts[..., None] + own, end)
     flat, to = (x.transpose(0, 1).reshape(num_rows, end) for x in (gathered, places))

@@ -569,7 +569,7 @@ def restore(
     addend: Tensor | None,
     num_tokens: int,
     topk: int,
-    num_warps: int | None = None,
+    num_warps: int = 2,
     block_h: int | None = None,
 ) -> Launch:
     """Of (rows, top_scores, inverse, addend, out, slots), the second and fourth as given here.
@@ -583,8 +583,6 @@ def restore(
         block_h = min(next_power_of_2(num_columns), FEW_ROWS_BYTES // rows.itemsize)
     elif block_h is None:
         block_h = _columns_per_program(num_tokens, num_columns, rows.device)
-    if num_warps is None:
-        num_warps = 2
     # A width of 0 still has slots to write.
     blocks_h = max(triton.cdiv(num_columns, block_h), 1)
     programs = num_tokens * blocks_h
