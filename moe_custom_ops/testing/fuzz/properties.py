@@ -58,21 +58,30 @@ class _CountOps(TorchDispatchMode):
 
 @contextlib.contextmanager
 def kernels(seen: Seen) -> Iterator[None]:
-    """The documented functions reach their kernels, and launches are counted."""
+    """The documented functions reach their kernels, and launches are counted.
+
+    They are cut as for a device that two programs fill, so that most drawn calls are large.
+    """
     if not HAS_KERNELS:
         with _CountOps(seen):
             yield
         return
-    from ...triton_common import Launch
+    from ... import triton_common
 
-    launch = Launch.__call__
+    launch = triton_common.Launch.__call__
 
-    def counted(self: Launch, *first: Any) -> None:
+    def counted(self: triton_common.Launch, *first: Any) -> None:
         seen.launches += 1
         launch(self, *first)
 
     with (
-        mock.patch.object(Launch, "__call__", counted),
+        mock.patch.object(triton_common.Launch, "__call__", counted),
+        mock.patch.multiple(
+            triton_common,
+            _multiprocessors=lambda device: 1,
+            FEW_PER_MULTIPROCESSOR=1,
+            ENOUGH_PER_MULTIPROCESSOR=2,
+        ),
         mock.patch.object(direct, "CUDA", DEVICE == "cuda"),
     ):
         yield
