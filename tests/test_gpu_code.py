@@ -174,13 +174,13 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
     given = scores if weighted else None
     back = "_weighted_restore_backward_kernel" if weighted else "_permute_kernel"
     for few_rows in (False, True):
-        monkeypatch.setattr(kernels, "_few_rows", lambda *sizes, few=few_rows: few)
+        form = {"few_rows": few_rows}
         # Few tokens are cut finer than the widest loads.
-        launch = kernels.restore(rows, given, tokens, 5, topk, block_h=1024)
+        launch = kernels.restore(rows, given, tokens, 5, topk, block_h=1024, **form)
         assert (launch.options["LOADS"] == 1) is few_rows
         launch(rows, given, slots, tokens, tokens, slots)
         if weighted:
-            launch = kernels.restore_backward(tokens, rows, given, indices, topk, True)
+            launch = kernels.restore_backward(tokens, rows, given, indices, topk, True, **form)
             assert launch.options["COMPACT"] is few_rows
             for own, grad_rows, grad_scores in (
                 (rows, None, scores),

@@ -24,8 +24,7 @@ NOT_ASKED = "not asked for"
 # Of a row, the norm of the difference to the eager form over its norm. bfloat16 keeps 8 bits, and a
 # form that adds eight of them in bfloat16 loses one or two more; a row that is zero differs by 1.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-# Of bfloat16.
-UNIT_ROUNDOFF = 2.0**-8
+UNIT_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
 
 
 class Family(NamedTuple):

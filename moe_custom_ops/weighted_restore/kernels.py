@@ -571,6 +571,7 @@ def restore(
     topk: int,
     num_warps: int = 2,
     block_h: int | None = None,
+    few_rows: bool | None = None,
 ) -> Launch:
     """Of (rows, top_scores, inverse, addend, out, slots), the second and fourth as given here.
 
@@ -578,7 +579,8 @@ def restore(
     are asked for, the inverse to ``slots`` int32 [tokens, K], with -1 for all that is no row.
     """
     num_rows, num_columns = rows.shape
-    few_rows = _few_rows(num_rows, num_tokens, topk, rows.device)
+    if few_rows is None:
+        few_rows = _has_few_rows(num_rows, num_tokens, topk, rows.device)
     if block_h is None and few_rows:
         block_h = min(next_power_of_2(num_columns), FEW_ROWS_BYTES // rows.itemsize)
     elif block_h is None:
@@ -658,7 +660,7 @@ def permute(
     )
 
 
-def _few_rows(num_rows: int, num_tokens: int, topk: int, device: torch.device) -> bool:
+def _has_few_rows(num_rows: int, num_tokens: int, topk: int, device: torch.device) -> bool:
     """Whether most assignments of many tokens have no row, as on one rank of many.
 
     A load that reads nothing keeps its registers: the forward took 0.78 to 0.86 of the time with
@@ -684,7 +686,7 @@ def restore_backward(
     topk: int,
     need_rows: bool,
     block_k: int | None = None,
-    compact: bool | None = None,
+    few_rows: bool | None = None,
     num_warps: int | None = None,
 ) -> Launch:
     """Of (grad, rows, top_scores, token_indices_sorted, slots, grad_rows, grad_scores).
@@ -695,20 +697,20 @@ def restore_backward(
     num_tokens, num_columns = grad.shape
     (num_rows,) = token_indices_sorted.shape
     enough = enough_programs(grad.device)
-    if compact is None:
-        compact = _few_rows(num_rows, num_tokens, topk, grad.device)
-    if block_k is None and compact:
+    if few_rows is None:
+        few_rows = _has_few_rows(num_rows, num_tokens, topk, grad.device)
+    if block_k is None and few_rows:
         # What a token has on average.
         block_k = min(next_power_of_2(triton.cdiv(num_rows, num_tokens)), MAX_BLOCK_K)
     elif block_k is None:
         block_k = min(next_power_of_2(topk), MAX_BLOCK_K)
         while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < enough:
             block_k //= 2
-    if num_warps is None and compact:
+    if num_warps is None and few_rows:
         num_warps = max(block_k // 2, 1)
     elif num_warps is None:
         num_warps = 4 if block_k > 2 else 2
-    blocks_k = 1 if compact else triton.cdiv(topk, block_k)
+    blocks_k = 1 if few_rows else triton.cdiv(topk, block_k)
     programs = num_tokens * blocks_k
     if need_rows:
         programs += triton.cdiv(num_rows, ZERO_BLOCK_ROWS)
@@ -735,7 +737,7 @@ def restore_backward(
         BLOCK_K=block_k,
         PADDED_K=next_power_of_2(topk),
         BLOCKS_K=blocks_k,
-        COMPACT=compact,
+        COMPACT=few_rows,
         LANES=ACCUMULATOR_LANES,
         ZERO_ROWS=ZERO_BLOCK_ROWS,
         # Few programs do not fill the memory system by their own loads.

@@ -29,7 +29,7 @@ def run(
     num_warps=2,
     block_h=None,
     block_k=None,
-    compact=None,
+    few_rows=None,
 ):
     """(out, inverse, grad_rows, grad_scores) from the kernels; ``topk`` where no scores give it."""
     from moe_custom_ops.weighted_restore import kernels
@@ -42,7 +42,7 @@ def run(
         launch(indices, inverse)
     out = empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=device)
     slots = torch.full((num_tokens, topk), 12345, dtype=torch.int32, device=device)
-    options = {"num_warps": num_warps, "block_h": block_h}
+    options = {"num_warps": num_warps, "block_h": block_h, "few_rows": few_rows}
     launch = kernels.restore(rows, scores, addend, num_tokens, topk, **options)
     launch(rows, scores, inverse, addend, out, slots)
     assert torch.equal(slots.flatten(), inverse)
@@ -52,7 +52,7 @@ def run(
         kernels.permute(grad, indices, topk, **options)(grad, indices, slots, grad_rows)
         return out, inverse, grad_rows, None
     grad_scores = torch.full(scores.shape, torch.nan, dtype=scores.dtype, device=device)
-    options = {"num_warps": num_warps, "block_k": block_k, "compact": compact}
+    options = {"num_warps": num_warps, "block_k": block_k, "few_rows": few_rows}
     launch = kernels.restore_backward(grad, rows, scores, indices, topk, True, **options)
     launch(grad, rows, scores, indices, slots, grad_rows, grad_scores)
     return out, inverse, grad_rows, grad_scores
@@ -212,10 +212,11 @@ def test_no_launch_choice_changes_a_bit(kernel_device):
     choices = [(1, 64, 1), (2, 256, 2), (4, 512, 4), (4, 1024, 8), (8, 2048, 16)]
     for num_warps, block_h, block_k in choices:
         options = {"num_warps": num_warps, "block_h": block_h}
-        for compact in (False, True):
-            check(*call, kernel_device, **options, block_k=block_k, compact=compact)
         rows, _, indices, addend, grad = call
-        check(rows, None, indices, addend, grad, kernel_device, topk=5, **options)
+        for few_rows in (False, True):
+            options["few_rows"] = few_rows
+            check(*call, kernel_device, **options, block_k=block_k)
+            check(rows, None, indices, addend, grad, kernel_device, topk=5, **options)
 
 
 def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
