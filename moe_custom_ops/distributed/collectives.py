@@ -68,11 +68,10 @@ def in_order(gathered: Tensor, counts: Tensor) -> Tensor:
     [X, ranks * M], zeros behind them.
     """
     num_ranks, num_rows, size = gathered.shape
-    counts = counts.T
-    ends = counts.cumsum(1)
-    starts = ends - counts
-    places = torch.arange(num_ranks * size, device=gathered.device).repeat(num_rows, 1)
-    rank = torch.searchsorted(ends, places, right=True).clamp(max=num_ranks - 1)
-    own = (places - starts.gather(1, rank)).clamp(0, size - 1)
-    flat = gathered.transpose(0, 1).reshape(num_rows, num_ranks * size)
-    return torch.where(places < ends[:, -1:], flat.gather(1, rank * size + own), 0.0)
+    starts = counts.cumsum(0) - counts
+    own = torch.arange(size, device=gathered.device)
+    # What does not count goes behind the end, which is cut off.
+    end = num_ranks * size
+    places = torch.where(own < counts[..., None], starts[..., None] + own, end)
+    flat, to = (x.transpose(0, 1).reshape(num_rows, end) for x in (gathered, places))
+    return gathered.new_zeros(num_rows, end + 1).scatter(1, to, flat)[:, :-1].contiguous()

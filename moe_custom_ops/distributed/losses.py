@@ -119,8 +119,8 @@ def aux_loss(
     )  # fmt: skip
     group = resolve("aux_loss", group)
     _check_aux_loss("aux_loss", group, arguments, reduction, max_tokens)
-    counts, total, tiles = _sums_of_ranks(probs, tokens_per_expert, total_num_tokens, group)
-    return _aux_loss(arguments, counts, total, tiles, group, reduction, max_tokens)
+    sums = _sums_of_ranks(probs, tokens_per_expert, total_num_tokens, group, reduction)
+    return _aux_loss(arguments, *sums, group, max_tokens)
 
 
 def running_aux_loss(
@@ -172,11 +172,11 @@ def running_aux_loss(
     op = "running_aux_loss"
     group = resolve(op, group)
     _check_aux_loss(op, group, arguments, reduction, max_tokens, (running_counts, num_steps))
-    counts, total, tiles = _sums_of_ranks(probs, tokens_per_expert, total_num_tokens, group)
-    counts = running_counts + counts
+    sums = _sums_of_ranks(probs, tokens_per_expert, total_num_tokens, group, reduction)
+    counts = running_counts + sums[0]
     steps = num_steps if isinstance(num_steps, Tensor) else counts.new_full((), num_steps)
     mean = counts.double() / (steps.reshape(()).double() + 1)
-    return _aux_loss(arguments, mean, total, tiles, group, reduction, max_tokens), counts
+    return _aux_loss(arguments, mean, *sums[1:], group, max_tokens), counts
 
 
 def sequence_aux_loss(
@@ -282,15 +282,14 @@ def _aux_loss(
     arguments: tuple[Any, ...],
     counts: Tensor,
     total: Tensor,
-    tiles: Tensor,
+    tiles: Tensor | None,
     group: "dist.ProcessGroup",
-    reduction: str,
     max_tokens: int | None,
 ) -> Tensor:
     """The loss of this rank's ``arguments`` with the counts and the total of all ranks."""
     probs, _, _, num_experts, topk, coeff, workspace, token_mask = arguments
     numbers = num_experts, topk, coeff
-    if reduction == PARTIAL:
+    if tiles is None:
         return aux.aux_loss(probs, counts, total, *numbers, workspace, token_mask)
     size = _message_tiles(max_tokens, probs.shape[1])
     own_sums = torch.ops.moe.aux_loss_sums_of_rank(
@@ -304,14 +303,23 @@ def _aux_loss(
 
 
 def _sums_of_ranks(
-    probs: Tensor, tokens_per_expert: Tensor, total: Tensor | int, group: "dist.ProcessGroup"
-) -> list[Tensor]:
-    """(counts [columns], total [], tiles [ranks, 1]), int64, of the group."""
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total: Tensor | int,
+    group: "dist.ProcessGroup",
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(counts [columns], total [], tiles [ranks, 1] for "global"), int64, of the group."""
     counts = tokens_per_expert.detach().long()
     if not isinstance(total, Tensor):
         total = counts.new_full((), total)
+    parts = [counts, total.detach().reshape(()).long()]
+    if reduction == PARTIAL:
+        counts, total = sum_integers(parts, group)
+        return counts, total, None
     tiles = counts.new_full((1,), fixed_order.num_tiles(*probs.shape))
-    return sum_integers([counts, total.detach().reshape(()).long(), of_rank(tiles, group)], group)
+    counts, total, tiles = sum_integers([*parts, of_rank(tiles, group)], group)
+    return counts, total, tiles
 
 
 def _check_aux_loss(
