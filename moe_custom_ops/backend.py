@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 @functools.cache
-def load_kernels(package: str) -> ModuleType:
-    """The module ``kernels`` of an op's package.
+def load_kernels(package: str, name: str = "kernels") -> ModuleType:
+    """The module ``name`` of an op's package.
 
     Raises:
         NotImplementedError: PyTorch was built for ROCm.
@@ -33,7 +33,7 @@ def load_kernels(package: str) -> ModuleType:
             f"{op}: the CUDA kernels need triton >= 3.6, which cannot be imported; "
             f"install it, or {alternative}"
         ) from error
-    return importlib.import_module(f"{package}.kernels")
+    return importlib.import_module(f"{package}.{name}")
 
 
 def float64_bits(x: float) -> int:

@@ -20,11 +20,19 @@ from moe_custom_ops.expert_permutation import kernels as permutation_kernels
 from moe_custom_ops.sequence_aux_loss import kernels as sequence_kernels
 from moe_custom_ops.sequence_aux_loss import ops as sequence
 from moe_custom_ops.testing import assert_same_bits, make_assignments, make_probs
+from moe_custom_ops.weighted_restore import inverse_kernels, inverse_ops
 from moe_custom_ops.weighted_restore import kernels as restore_kernels
 from moe_custom_ops.weighted_restore import ops as restore
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-MODULES = (triton_common, aux_kernels, permutation_kernels, sequence_kernels, restore_kernels)
+MODULES = (
+    triton_common,
+    aux_kernels,
+    permutation_kernels,
+    sequence_kernels,
+    restore_kernels,
+    inverse_kernels,
+)
 GENERATOR = torch.Generator().manual_seed(0)
 FEW_ROWS = ", few rows"
 
@@ -210,7 +218,7 @@ def few_rows():
 
 def many_assignments():
     """More than are inverted by one launch, and than one step of a scan adds."""
-    count = 2 * restore_kernels.INVERT_AT_ONCE + 3
+    count = 2 * inverse_kernels.INVERT_AT_ONCE + 3
     order = torch.randperm(count, generator=GENERATOR)
     check("inverse_permutation", token_indices_sorted=order, num_tokens=count, topk=1)
     order[::3] = random_bits(order[::3].shape)
@@ -223,7 +231,7 @@ def scratch_of_garbage():
     """The inner ops, which anyone may call with any scratch and any slots."""
     scores, order = make_assignments(33, 3, 8, alignment=4)
     rows = torch.randn(order.shape[0], 130)
-    size = restore.weighted_restore_workspace_size(33, 3)
+    size = m.weighted_restore_workspace_size(33, 3)
     r, s, o, g = (x.to(DEVICE) for x in (rows, scores, order, torch.randn(33, 130)))
     for garbage in (random_bits((size,), torch.uint8), torch.full((size,), 255, dtype=torch.uint8)):
         workspace = garbage.to(DEVICE)
@@ -234,8 +242,8 @@ def scratch_of_garbage():
         on_device = bad.to(DEVICE)
         restore._restore_backward_cuda(g, r, s, o, on_device, True)
         restore._restore_backward_cuda(g, None, None, o, on_device, True)
-        of_rows = restore._scores_to_rows_cuda(s, o, on_device)
-        restore._rows_to_scores_cuda(of_rows, o, on_device)
+        of_rows = inverse_ops._scores_to_rows_cuda(s, o, on_device)
+        inverse_ops._rows_to_scores_cuda(of_rows, o, on_device)
     probs, counts = (x.to(DEVICE) for x in make_probs(130, 33))
     garbage = random_bits((aux.aux_loss_workspace_size(130, 33),), torch.uint8).to(DEVICE)
     aux._aux_loss_from_tile_sums_cuda(probs, counts, None, None, 9, 33, 2, 0.1, garbage)

@@ -6,9 +6,11 @@ Under the interpreter they take CPU tensors, so CI runs them too.
 import pytest
 import torch
 
+from moe_custom_ops import weighted_restore_workspace_size
 from moe_custom_ops.aux_loss import ops as aux
 from moe_custom_ops.sequence_aux_loss import ops as sequence
 from moe_custom_ops.testing import assert_same_bits, make_assignments, make_probs
+from moe_custom_ops.weighted_restore import inverse_ops
 from moe_custom_ops.weighted_restore import ops as restore
 
 pytestmark = pytest.mark.kernels
@@ -179,7 +181,7 @@ def test_weighted_restore(num_tokens, num_rows, with_addend, kernel_device):
     lead = (2, num_tokens // 2)
     scores, grad = scores.view(*lead, 3), torch.randn(*lead, 20)
     addend = torch.randn(*lead, 20) if with_addend else None
-    size = restore.weighted_restore_workspace_size(num_tokens, 3)
+    size = weighted_restore_workspace_size(num_tokens, 3)
 
     def run(invert, gather, backward, device):
         own_rows, own_scores, own_indices, own_addend, own_grad = to(
@@ -203,11 +205,11 @@ def test_weighted_restore(num_tokens, num_rows, with_addend, kernel_device):
         return *results, *grads, plain_rows[0]
 
     cuda = (
-        restore._invert_permutation_cuda,
+        inverse_ops._invert_permutation_cuda,
         restore._restore_gather_cuda,
         restore._restore_backward_cuda,
     )
-    cpu = (restore.invert_permutation, restore.restore_gather, restore.restore_backward)
+    cpu = (inverse_ops.invert_permutation, restore.restore_gather, restore.restore_backward)
     check(run(*cuda, kernel_device), run(*cpu, "cpu"))
 
 

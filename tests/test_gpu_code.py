@@ -162,14 +162,14 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
 )
 @pytest.mark.parametrize("weighted", [False, True])
 def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
-    from moe_custom_ops.weighted_restore import kernels
+    from moe_custom_ops.weighted_restore import inverse_kernels, kernels
 
     scores, indices = make_assignments(5, topk, 32)
     rows, tokens = torch.empty(5 * topk, hidden, dtype=dtype), torch.empty(5, hidden, dtype=dtype)
     slots = torch.empty(5, topk, dtype=torch.int32)
-    for at_once in (kernels.INVERT_AT_ONCE, 0):
-        monkeypatch.setattr(kernels, "INVERT_AT_ONCE", at_once)
-        for launch in kernels.invert(indices, 5 * topk):
+    for at_once in (inverse_kernels.INVERT_AT_ONCE, 0):
+        monkeypatch.setattr(inverse_kernels, "INVERT_AT_ONCE", at_once)
+        for launch in inverse_kernels.invert(indices, 5 * topk):
             launch(indices, slots)
     given = scores if weighted else None
     back = "_weighted_restore_backward_kernel" if weighted else "_permute_kernel"

@@ -129,12 +129,22 @@ assert out.isfinite().all()
 
 
 ALLOWED = {
-    "__init__": {"api", "ops", "workspace"},
+    "__init__": {"api", "arguments", "ops", "workspace"},
     "integrations": {"api", "checks", "integrations"},
     "nn": {"api", "nn", "backend", "checks"},
     "api": {"direct", "ops", "checks"},
-    "direct": {"direct", "ops", "backend", "checks", "workspace", "fixed_order"},
-    "ops": {"reference", "backend", "batching", "checks", "workspace", "fixed_order"},
+    "direct": {"direct", "ops", "arguments", "backend", "checks", "workspace", "fixed_order"},
+    "ops": {
+        "ops",
+        "arguments",
+        "reference",
+        "backend",
+        "batching",
+        "checks",
+        "workspace",
+        "fixed_order",
+    },
+    "arguments": {"checks", "workspace"},
     "reference": {"fixed_order"},
     "kernels": {"reference", "triton_common", "fixed_order"},
     "workspace": {"checks"},
@@ -161,12 +171,15 @@ ROOMS = ("aux_loss", "expert_permutation", "sequence_aux_loss", "weighted_restor
 
 
 def _role(parts):
-    """The layer that a module belongs to, and the room of the op that it lies in, if any."""
+    """The layer that a module belongs to, and the room of the op that it lies in, if any.
+
+    Of what a room has in parts, the last word is the layer: ``inverse_ops`` are ops.
+    """
     room = parts[0] if parts and parts[0] in ROOMS else None
     rest = parts[1:] if room else parts
     if not rest:
         return ("__init__" if not room else "api"), room
-    return rest[0], room
+    return rest[0].rpartition("_")[2] if room else rest[0], room
 
 
 def _imports(path, package_root):

@@ -1,5 +1,6 @@
 """The fused restore, weighted or not, and permute, its adjoint."""
 
+from . import ops  # noqa: F401  registers them
 from .api import (
     inverse_permutation,
     permute,
@@ -7,7 +8,7 @@ from .api import (
     restore,
     weighted_restore,
 )
-from .ops import permute_workspace_size, weighted_restore_workspace_size
+from .arguments import permute_workspace_size, weighted_restore_workspace_size
 
 __all__ = [
     "inverse_permutation",

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import direct
 from .. import workspace as workspaces
 from ..backend import flat, load_kernels
-from . import ops
+from . import arguments
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -22,7 +22,9 @@ class _Inversion:
     def __init__(self, op: str, token_indices_sorted: Tensor, shape: tuple[int, ...]) -> None:
         self.op, self.device = op, token_indices_sorted.device
         self.shape, self.stride, self.size = shape, _contiguous(shape), math.prod(shape)
-        self.launches = load_kernels(__package__).invert(token_indices_sorted, self.size)
+        self.launches = load_kernels(__package__, "inverse_kernels").invert(
+            token_indices_sorted, self.size
+        )
 
     def __call__(self, token_indices_sorted: Tensor, workspace: Tensor | None) -> Tensor:
         """The inverse: in the workspace, flat, or else a new tensor."""
@@ -188,7 +190,9 @@ def weighted_restore(
     """The result, or None where the call is for the dispatcher."""
     if top_scores is None:
         return None
-    return _call(ops.OP, rows, top_scores, token_indices_sorted, None, None, addend, *inversion)
+    return _call(
+        arguments.OP, rows, top_scores, token_indices_sorted, None, None, addend, *inversion
+    )
 
 
 def restore(
@@ -234,13 +238,13 @@ def _call(
     plan = _PLANS.get(key)
     if plan is None:
         if top_scores is not None:
-            ops.check_scores(top_scores)
+            arguments.check_scores(top_scores)
             shape = tuple(top_scores.shape)
         else:
             assert num_tokens is not None and topk is not None
             shape = (num_tokens, topk)
         given = rows, top_scores, token_indices_sorted
-        ops.check(op, *given, shape[:-1], shape[-1], addend, *inversion)
+        arguments.check(op, *given, shape[:-1], shape[-1], addend, *inversion)
         plan = _Plan(*given, addend, shape, op, tensors, inverse is not None)
         _PLANS.add(key, plan)
     if torch.is_grad_enabled() and (
@@ -263,7 +267,7 @@ class _PermutePlan:
         self.rows_shape = (token_indices_sorted.shape[0], num_columns)
         self.rows_stride = _contiguous(self.rows_shape)
         self.invert = _Inversion("permute", token_indices_sorted, self.shape)
-        self.permute = kernels.permute(ops.as_moved(tokens), token_indices_sorted, topk)
+        self.permute = kernels.permute(arguments.as_moved(tokens), token_indices_sorted, topk)
 
     def forward(
         self,
@@ -276,7 +280,7 @@ class _PermutePlan:
         rows = direct.allocator(self.device)(self.rows_shape, self.rows_stride, self.dtype)
         if inverse is None:
             inverse = self.invert(token_indices_sorted, workspace)
-        moved = ops.as_moved(tokens), token_indices_sorted, inverse, ops.as_moved(rows)
+        moved = arguments.as_moved(tokens), token_indices_sorted, inverse, arguments.as_moved(rows)
         self.permute(*moved)
         return rows, inverse
 
@@ -336,7 +340,7 @@ def permute(
     key = (*tensors, topk, recorded)
     plan = _PERMUTE_PLANS.get(key)
     if plan is None:
-        ops.check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
+        arguments.check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
         plan = _PermutePlan(tokens, token_indices_sorted, topk)
         _PERMUTE_PLANS.add(key, plan)
     if recorded:
@@ -354,7 +358,7 @@ def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int
     key = (*tensors, num_tokens, topk)
     plan = _INVERSIONS.get(key)
     if plan is None:
-        ops.check_inverse_permutation(token_indices_sorted, num_tokens, topk)
+        arguments.check_inverse_permutation(token_indices_sorted, num_tokens, topk)
         plan = _Inversion("inverse_permutation", token_indices_sorted, (num_tokens, topk))
         _INVERSIONS.add(key, plan)
     return plan(token_indices_sorted, None)
@@ -367,7 +371,7 @@ class _ScoresPlan:
     """Launches of scores_to_rows and of its adjoint."""
 
     def __init__(self, top_scores: Tensor, token_indices_sorted: Tensor) -> None:
-        self.kernels = load_kernels(__package__)
+        self.kernels = load_kernels(__package__, "inverse_kernels")
         self.device, self.dtype = top_scores.device, top_scores.dtype
         self.shape = tuple(top_scores.shape)
         self.num_rows = token_indices_sorted.shape[0]
@@ -434,10 +438,12 @@ def permute_with_scores(
         return None
     if inverse is not None and not inverse.is_contiguous():
         return None
-    key = *tensors, ops.is_recorded(tokens)
+    key = *tensors, arguments.is_recorded(tokens)
     plan = _SCORES_PLANS.get(key)
     if plan is None:
-        ops.check_permute_with_scores(tokens, top_scores, token_indices_sorted, workspace, inverse)
+        arguments.check_permute_with_scores(
+            tokens, top_scores, token_indices_sorted, workspace, inverse
+        )
         plan = _SCORES_PLANS.add(key, _ScoresPlan(top_scores, token_indices_sorted))
     num_tokens, topk = plan.shape
     if inverse is None:

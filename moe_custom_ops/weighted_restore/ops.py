@@ -17,186 +17,15 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .. import workspace as workspaces
 from ..backend import flat, load_kernels
 from ..batching import register_vmap
 from ..fixed_order import accumulator_dtype, cast
-from . import reference
-
-OP = "weighted_restore"
-# Moved by permute without a gradient: quantised tokens, their scales, and indices.
-MOVED_DTYPES = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-)
-
-
-def weighted_restore_workspace_size(num_tokens: int, topk: int) -> int:
-    """Bytes of workspace that :func:`weighted_restore` needs: 4 per assignment.
-
-    The size for a maximum of tokens serves every smaller number.
-
-    Args:
-        num_tokens: number of tokens, at least 0.
-        topk: experts per token, at least 1.
-
-    Returns:
-        Size in bytes, for :func:`make_workspace`.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: ``num_tokens`` is negative or ``topk`` is below 1.
-    """
-    return _workspace_size("weighted_restore_workspace_size", num_tokens, topk)
-
-
-def _workspace_size(name: str, num_tokens: int, topk: int) -> int:
-    checks.integer(name, "num_tokens", num_tokens, 0)
-    checks.integer(name, "topk", topk, 1)
-    return _inverse_size(num_tokens * topk)
-
-
-def _inverse_size(num_assignments: int) -> int:
-    return workspaces.align(num_assignments * torch.int32.itemsize)
-
-
-def check(
-    op: str,
-    rows: Tensor,
-    top_scores: Tensor | None,
-    token_indices_sorted: Tensor,
-    lead: Sequence[int],
-    topk: int,
-    addend: Tensor | None,
-    workspace: Tensor | None,
-    inverse: Tensor | None,
-) -> None:
-    """Raise unless the arguments are what ``op`` takes; the result has the shape [*lead, H]."""
-    checks.supported_device(op, "rows", rows)
-    checks.dtype(op, "rows", rows, checks.FLOAT_DTYPES)
-    checks.rank(op, "rows", rows, "[N, H]")
-    if top_scores is not None:
-        checks.dtype(op, "top_scores", top_scores, checks.FLOAT_DTYPES)
-        checks.same_device(op, "top_scores", top_scores, rows, "rows")
-    checks.dtype(op, "token_indices_sorted", token_indices_sorted, checks.INDEX_DTYPES)
-    checks.same_device(op, "token_indices_sorted", token_indices_sorted, rows, "rows")
-    _check_indices(op, rows.shape[0], token_indices_sorted)
-    assignments = "top_scores" if top_scores is not None else "num_tokens * topk"
-    _check_count(op, "rows", rows.shape[0])
-    _check_width(op, "rows", rows)
-    _check_count(op, assignments, math.prod(lead) * topk)
-    if addend is not None:
-        expected = [*lead, rows.shape[1]]
-        checks.dtype(op, "addend", addend, (rows.dtype,), ", not that of rows")
-        checks.same_shape(op, "addend", addend, expected, f"[*, H] = {expected}")
-        checks.same_device(op, "addend", addend, rows, "rows")
-    checks.no_forward_tangent(op, rows, top_scores, addend)
-    _check_inversion(op, [*lead, topk], rows, "rows", workspace, inverse)
-    workspaces.apart(
-        op,
-        workspace,
-        rows=rows,
-        top_scores=top_scores,
-        token_indices_sorted=token_indices_sorted,
-        addend=addend,
-    )
-
-
-def _check_count(op: str, name: str, size: int) -> None:
-    expected = "fewer than 2^31" if "*" in name else "of fewer than 2^31 rows or assignments"
-    checks.value(size < 2**31, op, name, expected, size)
-
-
-def _check_width(op: str, name: str, tensor: Tensor) -> None:
-    expected = "of fewer than 2^31 columns"
-    checks.value(tensor.shape[1] < 2**31, op, name, expected, tensor.shape[1])
-
-
-def _check_inversion(
-    op: str,
-    shape: Sequence[int],
-    like: Tensor,
-    like_name: str,
-    workspace: Tensor | None,
-    inverse: Tensor | None,
-) -> None:
-    if workspace is not None:
-        workspaces.resolve(op, workspace, _inverse_size(math.prod(shape)), like)
-    if inverse is not None:
-        checks.dtype(op, "inverse", inverse, (torch.int32,))
-        checks.same_device(op, "inverse", inverse, like, like_name)
-        description = f"{'[*, K]' if op == OP else '[T, K]'} = {list(shape)}"
-        checks.same_shape(op, "inverse", inverse, shape, description)
-
-
-def _check_indices(op: str, num_rows: int, token_indices_sorted: Tensor) -> None:
-    description = f"[N] = [{num_rows}], one entry per row"
-    name = "token_indices_sorted"
-    checks.same_shape(op, name, token_indices_sorted, [num_rows], description)
-
-
-def _check_inner(
-    op: str,
-    num_rows: int,
-    num_columns: int,
-    shape: Sequence[int],
-    token_indices_sorted: Tensor,
-    top_scores: Tensor | None,
-    addend: Tensor | None = None,
-) -> None:
-    """What the CUDA implementations rely on; anyone can call the inner ops."""
-    _check_indices(op, num_rows, token_indices_sorted)
-    if top_scores is not None:
-        description = f"{list(shape)}, that of the slots"
-        checks.same_shape(op, "top_scores", top_scores, shape, description)
-    if addend is not None:
-        expected = [*shape[:-1], num_columns]
-        checks.same_shape(op, "addend", addend, expected, f"[*, H] = {expected}")
-
-
-def _inverse(op: str, workspace: Tensor, num_assignments: int) -> Tensor:
-    return workspaces.scratch(op, workspace, num_assignments, torch.int32)
+from . import arguments, inverse_ops, reference
 
 
 def _bounded(slots: Tensor, token_indices_sorted: Tensor) -> Tensor:
     """A given inverse may hold anything: an entry outside the rows means that no row holds it."""
     return torch.where((slots < 0) | (slots >= token_indices_sorted.shape[0]), -1, slots)
-
-
-@torch.library.custom_op("moe::invert_permutation", mutates_args={"workspace"}, device_types="cpu")
-def invert_permutation(
-    token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor
-) -> None:
-    """Write the row of each assignment to ``workspace`` as int32, or -1 where no row holds it."""
-    inverse = reference.invert(token_indices_sorted, num_assignments)
-    _inverse("invert_permutation", workspace, num_assignments).copy_(inverse)
-
-
-@invert_permutation.register_kernel("cuda")
-def _invert_permutation_cuda(
-    token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor
-) -> None:
-    inverse = _inverse("invert_permutation", workspace, num_assignments)
-    _invert(token_indices_sorted, inverse)
-
-
-def _invert(token_indices_sorted: Tensor, inverse: Tensor) -> None:
-    for launch in load_kernels(__package__).invert(token_indices_sorted, inverse.numel()):
-        launch(token_indices_sorted, inverse)
-
-
-@invert_permutation.register_fake
-def _(token_indices_sorted: Tensor, num_assignments: int, workspace: Tensor) -> None:
-    return None
 
 
 @torch.library.custom_op("moe::restore_gather", mutates_args=(), device_types="cpu")
@@ -223,7 +52,7 @@ def restore_gather(
     if inverse is not None:
         own = inverse
     elif workspace is not None:
-        own = _inverse("restore_gather", workspace, slots.numel())
+        own = inverse_ops.inverse_in("restore_gather", workspace, slots.numel())
     else:
         own = reference.invert(token_indices_sorted, slots.numel())
     own = _bounded(own, token_indices_sorted).view(list(shape))
@@ -248,19 +77,21 @@ def _restore_gather_cuda(
     inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     name, (num_rows, num_columns) = "restore_gather", rows.shape
-    _check_inner(name, num_rows, num_columns, shape, token_indices_sorted, top_scores, addend)
+    arguments.check_inner(
+        name, num_rows, num_columns, shape, token_indices_sorted, top_scores, addend
+    )
     out, slots = _empty_results(rows, inverse, shape)
     scores = None if top_scores is None else flat(top_scores)
     flat_addend = None if addend is None else flat(addend)
     copy = None
     if inverse is not None:
-        _check_inversion(name, shape, rows, "rows", None, inverse)
+        arguments.check_inversion(name, shape, rows, "rows", None, inverse)
         own = inverse.contiguous()
     elif workspace is not None:
-        own, copy = _inverse(name, workspace, slots.numel()), slots
+        own, copy = inverse_ops.inverse_in(name, workspace, slots.numel()), slots
     else:
         own = slots
-        _invert(token_indices_sorted, slots)
+        inverse_ops.invert(token_indices_sorted, slots)
     num_tokens, topk = math.prod(shape[:-1]), shape[-1]
     launch = load_kernels(__package__).restore(rows, scores, flat_addend, num_tokens, topk)
     launch(rows, scores, own, flat_addend, out, copy)
@@ -325,7 +156,9 @@ def _restore_backward_cuda(
 ) -> tuple[Tensor, Tensor]:
     name, num_columns = "restore_backward", grad.shape[-1]
     num_rows = token_indices_sorted.shape[0] if rows is None else rows.shape[0]
-    _check_inner(name, num_rows, num_columns, slots.shape, token_indices_sorted, top_scores)
+    arguments.check_inner(
+        name, num_rows, num_columns, slots.shape, token_indices_sorted, top_scores
+    )
     if rows is not None:
         expected = [num_rows, num_columns]
         checks.same_shape(name, "rows", rows, expected, f"[N, H] = {expected}")
@@ -500,22 +333,20 @@ def _weighted_restore(
     workspace: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    check_scores(top_scores)
+    arguments.check_scores(top_scores)
     shape = list(top_scores.shape)
     inversion = workspace, inverse
-    check(OP, rows, top_scores, token_indices_sorted, shape[:-1], shape[-1], addend, *inversion)
-    return _gather(rows, top_scores, token_indices_sorted, addend, *inversion, shape)
-
-
-def check_scores(top_scores: Tensor) -> None:
-    """Before the shape of the scores is read."""
-    checks.shape(
-        OP,
-        "top_scores",
+    arguments.check(
+        arguments.OP,
+        rows,
         top_scores,
-        "[*, K] with K >= 1",
-        top_scores.dim() >= 1 and top_scores.shape[-1] >= 1,
+        token_indices_sorted,
+        shape[:-1],
+        shape[-1],
+        addend,
+        *inversion,
     )
+    return _gather(rows, top_scores, token_indices_sorted, addend, *inversion, shape)
 
 
 def _restore(
@@ -530,98 +361,15 @@ def _restore(
     checks.integer("restore", "num_tokens", num_tokens, 0)
     checks.integer("restore", "topk", topk, 1)
     inversion = workspace, inverse
-    check("restore", rows, None, token_indices_sorted, [num_tokens], topk, addend, *inversion)
+    arguments.check(
+        "restore", rows, None, token_indices_sorted, [num_tokens], topk, addend, *inversion
+    )
     return _gather(rows, None, token_indices_sorted, addend, *inversion, [num_tokens, topk])
 
 
-@torch.library.custom_op("moe::inverse", mutates_args=(), device_types="cpu")
-def inverse(token_indices_sorted: Tensor, shape: Sequence[int]) -> Tensor:
-    """The row of each assignment, or -1: int32 of ``shape`` = [T, K]."""
-    result = reference.invert(token_indices_sorted, math.prod(shape))
-    return result.to(torch.int32).view(list(shape))
-
-
-@inverse.register_kernel("cuda")
-def _inverse_cuda(token_indices_sorted: Tensor, shape: Sequence[int]) -> Tensor:
-    result = token_indices_sorted.new_empty(shape, dtype=torch.int32)
-    _invert(token_indices_sorted, result)
-    return result
-
-
-@inverse.register_fake
-def _(token_indices_sorted: Tensor, shape: Sequence[int]) -> Tensor:
-    return token_indices_sorted.new_empty(shape, dtype=torch.int32)
-
-
-def check_inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> None:
-    op, name = "inverse_permutation", "token_indices_sorted"
-    checks.supported_device(op, name, token_indices_sorted)
-    checks.dtype(op, name, token_indices_sorted, checks.INDEX_DTYPES)
-    checks.rank(op, name, token_indices_sorted, "[N]")
-    checks.integer(op, "num_tokens", num_tokens, 0)
-    checks.integer(op, "topk", topk, 1)
-    _check_count(op, name, token_indices_sorted.shape[0])
-    _check_count(op, "num_tokens * topk", num_tokens * topk)
-
-
 def _inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor:
-    check_inverse_permutation(token_indices_sorted, num_tokens, topk)
+    arguments.check_inverse_permutation(token_indices_sorted, num_tokens, topk)
     return torch.ops.moe.inverse(token_indices_sorted, [num_tokens, topk])
-
-
-def permute_workspace_size(num_tokens: int, topk: int) -> int:
-    """Bytes of workspace that :func:`permute` needs: 4 per assignment.
-
-    The size for a maximum of tokens serves every smaller number.
-
-    Args:
-        num_tokens: number of tokens, at least 0.
-        topk: experts per token, at least 1.
-
-    Returns:
-        Size in bytes, for :func:`make_workspace`.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: ``num_tokens`` is negative or ``topk`` is below 1.
-    """
-    return _workspace_size("permute_workspace_size", num_tokens, topk)
-
-
-def check_permute(
-    tokens: Tensor,
-    token_indices_sorted: Tensor,
-    topk: int,
-    workspace: Tensor | None,
-    inverse: Tensor | None,
-    op: str = "permute",
-    assignments: str = "T * topk",
-) -> None:
-    checks.supported_device(op, "tokens", tokens)
-    checks.dtype(op, "tokens", tokens, (*checks.FLOAT_DTYPES, *MOVED_DTYPES))
-    checks.rank(op, "tokens", tokens, "[T, H]")
-    name = "token_indices_sorted"
-    checks.dtype(op, name, token_indices_sorted, checks.INDEX_DTYPES)
-    checks.rank(op, name, token_indices_sorted, "[N]")
-    checks.same_device(op, name, token_indices_sorted, tokens, "tokens")
-    checks.integer(op, "topk", topk, 1)
-    _check_count(op, name, token_indices_sorted.shape[0])
-    _check_count(op, assignments, tokens.shape[0] * topk)
-    _check_width(op, "tokens", tokens)
-    if tokens.dtype in MOVED_DTYPES and is_recorded(tokens):
-        got = f"{checks.dtype_name(tokens.dtype)} that requires one"
-        checks.type_(False, op, "tokens", "of a dtype that has a gradient", got)
-    checks.no_forward_tangent(op, tokens)
-    _check_inversion(op, [tokens.shape[0], topk], tokens, "tokens", workspace, inverse)
-    inputs = {"tokens": tokens, "token_indices_sorted": token_indices_sorted}
-    workspaces.apart(op, workspace, **inputs)
-
-
-def as_moved(tokens: Tensor) -> Tensor:
-    """What the kernels copy: float8 and bool as bytes, all else as it is."""
-    if tokens.dtype in MOVED_DTYPES and tokens.dtype.itemsize == 1:
-        return tokens.view(torch.uint8)
-    return tokens
 
 
 def _permute(
@@ -631,113 +379,18 @@ def _permute(
     workspace: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
+    arguments.check_permute(tokens, token_indices_sorted, topk, workspace, inverse)
     num_tokens = tokens.shape[0]
-    if inverse is None and workspace is not None and not is_recorded(tokens):
+    if inverse is None and workspace is not None and not arguments.is_recorded(tokens):
         num_assignments = num_tokens * topk
         torch.ops.moe.invert_permutation(token_indices_sorted, num_assignments, workspace)
         num_bytes = num_assignments * torch.int32.itemsize
         inverse = workspace[:num_bytes].view(torch.int32).view(num_tokens, topk)
     elif inverse is None:
         inverse = torch.ops.moe.inverse(token_indices_sorted, [num_tokens, topk])
-    moved = as_moved(tokens)
+    moved = arguments.as_moved(tokens)
     rows, _ = torch.ops.moe.restore_backward(moved, None, None, token_indices_sorted, inverse, True)
     return rows if moved is tokens else rows.view(tokens.dtype)
-
-
-def is_recorded(tokens: Tensor) -> bool:
-    """Whether a backward will read the inverse, which then may not lie in a workspace."""
-    return torch.is_grad_enabled() and tokens.requires_grad
-
-
-def _check_slots_of_scores(top_scores: Tensor, slots: Tensor) -> None:
-    name = "scores_to_rows"
-    checks.dtype(name, "slots", slots, (torch.int32,))
-    checks.same_shape(name, "slots", slots, top_scores.shape, "that of top_scores")
-
-
-@torch.library.custom_op("moe::scores_to_rows", mutates_args=(), device_types="cpu")
-def scores_to_rows(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    """The score of each row's assignment, zero at padding rows: [N]."""
-    _check_slots_of_scores(top_scores, slots)
-    assignments = reference.row_assignments(slots, token_indices_sorted)
-    return reference.scores_to_rows(top_scores, assignments)
-
-
-@scores_to_rows.register_kernel("cuda")
-def _scores_to_rows_cuda(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    _check_slots_of_scores(top_scores, slots)
-    scores = flat(top_scores)
-    row_scores = top_scores.new_empty(token_indices_sorted.shape)
-    launch = load_kernels(__package__).scores_to_rows(scores, token_indices_sorted)
-    launch(scores, token_indices_sorted, slots.contiguous(), row_scores)
-    return row_scores
-
-
-@scores_to_rows.register_fake
-def _(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    return top_scores.new_empty(token_indices_sorted.shape)
-
-
-@torch.library.custom_op("moe::rows_to_scores", mutates_args=(), device_types="cpu")
-def rows_to_scores(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    """The value of each assignment's row, zero where no row holds it: the shape of ``slots``."""
-    return reference.rows_to_scores(row_scores, slots)
-
-
-@rows_to_scores.register_kernel("cuda")
-def _rows_to_scores_cuda(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    checks.dtype("rows_to_scores", "slots", slots, (torch.int32,))
-    scores = row_scores.new_empty(slots.shape)
-    launch = load_kernels(__package__).rows_to_scores(row_scores, slots.numel())
-    launch(row_scores, slots.contiguous(), scores)
-    return scores
-
-
-@rows_to_scores.register_fake
-def _(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    return row_scores.new_empty(slots.shape)
-
-
-def _save_order(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _scores_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-    adjoint = torch.ops.moe.rows_to_scores
-    return None if grad is None else adjoint(grad, *ctx.saved_tensors), None, None
-
-
-def _rows_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-    adjoint = torch.ops.moe.scores_to_rows
-    return None if grad is None else adjoint(grad, *ctx.saved_tensors), None, None
-
-
-scores_to_rows.register_autograd(_scores_backward, setup_context=_save_order)
-rows_to_scores.register_autograd(_rows_backward, setup_context=_save_order)
-
-
-def check_permute_with_scores(
-    tokens: Tensor,
-    top_scores: Tensor,
-    token_indices_sorted: Tensor,
-    workspace: Tensor | None,
-    inverse: Tensor | None,
-) -> None:
-    name = "permute_with_scores"
-    checks.rank(name, "tokens", tokens, "[T, H]")
-    checks.dtype(name, "top_scores", top_scores, checks.FLOAT_DTYPES)
-    checks.rank(name, "top_scores", top_scores, "[T, K]")
-    checks.same_device(name, "top_scores", top_scores, tokens, "tokens")
-    num_tokens, topk = tokens.shape[0], top_scores.shape[1]
-    fits = (top_scores.shape[0] == num_tokens) & (topk >= 1)
-    expected = f"[T, K] = [{num_tokens}, K] with K >= 1"
-    checks.shape(name, "top_scores", top_scores, expected, fits)
-    checks.no_forward_tangent(name, top_scores)
-    check_permute(
-        tokens, token_indices_sorted, topk, workspace, inverse, name, assignments="top_scores"
-    )
 
 
 def _permute_with_scores(
@@ -747,7 +400,9 @@ def _permute_with_scores(
     workspace: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_permute_with_scores(tokens, top_scores, token_indices_sorted, workspace, inverse)
+    arguments.check_permute_with_scores(
+        tokens, top_scores, token_indices_sorted, workspace, inverse
+    )
     num_tokens, topk = top_scores.shape
     if inverse is None:
         inverse = torch.ops.moe.inverse(token_indices_sorted, [num_tokens, topk])

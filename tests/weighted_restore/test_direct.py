@@ -146,9 +146,9 @@ def test_sizes(num_tokens, hidden, launched, kernel_device):
 
 
 def test_large_permutations_take_two_launches(launched, kernel_device, monkeypatch):
-    from moe_custom_ops.weighted_restore import kernels
+    from moe_custom_ops.weighted_restore import inverse_kernels
 
-    monkeypatch.setattr(kernels, "INVERT_AT_ONCE", 0)
+    monkeypatch.setattr(inverse_kernels, "INVERT_AT_ONCE", 0)
     rows, scores, indices, _, _ = make()
     out = weighted_restore(*(x.to(kernel_device) for x in (rows, scores, indices)))
     assert launched == ["_fill_inverse_kernel", "_invert_kernel", GATHER]

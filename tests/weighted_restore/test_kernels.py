@@ -32,13 +32,13 @@ def run(
     few_rows=None,
 ):
     """(out, inverse, grad_rows, grad_scores) from the kernels; ``topk`` where no scores give it."""
-    from moe_custom_ops.weighted_restore import kernels
+    from moe_custom_ops.weighted_restore import inverse_kernels, kernels
 
     move = lambda x: None if x is None else x.to(device)  # noqa: E731
     rows, scores, indices, addend, grad = map(move, (rows, scores, indices, addend, grad))
     num_tokens, topk = grad.shape[0], topk or scores.shape[1]
     inverse = torch.full((num_tokens * topk,), 12345, dtype=torch.int32, device=device)
-    for launch in kernels.invert(indices, num_tokens * topk):
+    for launch in inverse_kernels.invert(indices, num_tokens * topk):
         launch(indices, inverse)
     out = empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=device)
     slots = torch.full((num_tokens, topk), 12345, dtype=torch.int32, device=device)
@@ -109,14 +109,14 @@ def test_without_scores(dtype, with_addend, kernel_device):
 @pytest.mark.parametrize("dropped", [0, 5])
 def test_the_ways_to_invert(dropped, kernel_device, monkeypatch):
     """In one program, and by one kernel after the other."""
-    from moe_custom_ops.weighted_restore import kernels
+    from moe_custom_ops.weighted_restore import inverse_kernels
 
     rows, scores, indices, addend, grad = inputs(90, 3, 2, alignment=8)
     indices[:4] = indices[200]
     kept = slice(dropped, None)
     for at_once in (2**20, 0):
-        monkeypatch.setattr(kernels, "INVERT_AT_ONCE", at_once)
-        assert len(kernels.invert(indices, 270)) == (1 if at_once else 2)
+        monkeypatch.setattr(inverse_kernels, "INVERT_AT_ONCE", at_once)
+        assert len(inverse_kernels.invert(indices, 270)) == (1 if at_once else 2)
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
@@ -130,12 +130,12 @@ def test_shapes(hidden, topk, kernel_device):
 @pytest.mark.parametrize("num_rows", [0, 1, 300])
 def test_sizes_of_an_inversion(num_rows, num_assignments, kernel_device):
     """Of one launch, whose programs own 128 assignments each."""
-    from moe_custom_ops.weighted_restore import kernels
+    from moe_custom_ops.weighted_restore import inverse_kernels
 
     generator = torch.Generator().manual_seed(2)
     indices = torch.randint(-2, num_assignments + 2, (num_rows,), generator=generator)
     inverse = torch.full((num_assignments + 1,), 12345, dtype=torch.int32, device=kernel_device)
-    (launch,) = kernels.invert(indices.to(kernel_device), num_assignments)
+    (launch,) = inverse_kernels.invert(indices.to(kernel_device), num_assignments)
     launch(indices.to(kernel_device), inverse)
     assert torch.equal(inverse[:-1].cpu().long(), reference.invert(indices, num_assignments))
     assert inverse[-1] == 12345

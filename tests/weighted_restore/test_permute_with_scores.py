@@ -166,7 +166,7 @@ def test_the_direct_path(dtype, given, launched, kernel_device):
 
 @pytest.mark.kernels
 def test_the_cuda_implementations(kernel_device):
-    from moe_custom_ops.weighted_restore import ops
+    from moe_custom_ops.weighted_restore import inverse_ops as ops
 
     _, scores, indices = make()
     inverse = inverse_permutation(indices, 9, 3)
