@@ -199,7 +199,7 @@ def restores():
 def few_rows():
     """Of many tokens, as on one rank of many: the restores then leave out what has no row."""
     num_tokens = 23
-    with mock.patch.object(restore_kernels, "enough_programs", lambda device: num_tokens):
+    with mock.patch.object(restore_kernels, "enough_programs", lambda device: num_tokens // 3):
         for topk, hidden, dtype in ((3, 33, torch.bfloat16), (5, 260, torch.float32)):
             scores, order = make_assignments(num_tokens, topk, 16)
             tokens = torch.randn(num_tokens, hidden, generator=GENERATOR).to(dtype)

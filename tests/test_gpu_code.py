@@ -1,6 +1,7 @@
 """Every kernel compiles for NVIDIA GPUs, which takes no GPU, and its PTX keeps the order rule."""
 
 import re
+import subprocess
 
 import pytest
 import torch
@@ -25,8 +26,17 @@ POINTERS = {
 FLAGS = ("num_warps", "enable_fp_fusion", "maxnreg")
 
 
+class Code(str):
+    """The PTX of a kernel, with what became of it."""
+
+    def __new__(cls, asm):
+        code = super().__new__(cls, asm["ptx"])
+        code.cubin = asm["cubin"]
+        return code
+
+
 def compile_launch(capability, kernel, args, options):
-    """The PTX of one launch, specialised on its arguments as a launch on a GPU would be."""
+    """The code of one launch, specialised on its arguments as a launch on a GPU would be."""
     names = kernel.arg_names
     constants = {name: value for name, value in options.items() if name in names}
     flags = {name: options[name] for name in FLAGS if options.get(name) is not None}
@@ -49,7 +59,7 @@ def compile_launch(capability, kernel, args, options):
         attrs=attributes,
     )
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=flags).asm["ptx"]
+    return Code(triton.compile(source, target=target, options=flags).asm)
 
 
 @pytest.fixture(params=[80, 90])
@@ -98,6 +108,36 @@ def check_prefetch(code):
         assert code.index("prefetch.global.L2") < code.index("griddepcontrol.wait")
     else:
         assert "prefetch" not in code
+
+
+def registers(code, path):
+    """Those of a thread."""
+    binary = path / "kernel.cubin"
+    binary.write_bytes(code.cubin)
+    call = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary]
+    report = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", report)[1])
+
+
+@pytest.mark.parametrize("num_experts", [8, 16, 32, 60, 64, 128, 256])
+def test_all_loads_of_a_tile_are_on_their_way(num_experts, ptx, tmp_path):
+    """What a thread has loaded and not added yet is in registers: fewer are fewer loads."""
+    from moe_custom_ops.aux_loss import kernels as aux
+    from moe_custom_ops.sequence_aux_loss import kernels as sequence
+
+    probs, counts = torch.empty(2, 65536, num_experts), torch.empty(2, num_experts)
+    partials, lengths = torch.empty(1), torch.empty(1, dtype=torch.int32)
+    rows = probs.view(-1, num_experts)
+    launch = aux.tile_sums(rows, counts[0], None)
+    launch(rows, counts[0], None, partials)
+    given = launch.options
+    loads = given["BLOCK_T"] * given["BLOCK_C"] // (32 * given["num_warps"])
+    assert loads in (64, 128)
+    launch = sequence.tile_sums(probs, counts, None, None, 4096)
+    launch(probs, counts, None, None, partials, lengths)
+    assert len(ptx) == 2
+    for code in ptx.values():
+        assert registers(code, tmp_path) >= loads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -12,6 +12,7 @@ from ..triton_common import (
     Launch,
     few_programs,
     float64_from_bits,
+    max_registers,
     num_chunks,
     prefetch_tile,
     strides,
@@ -166,6 +167,7 @@ def tile_sums(
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         RUN_AHEAD=not few,
         num_warps=num_warps,
+        maxnreg=max_registers(block_t, block_c, num_columns, probs.dtype, num_warps, groups),
         overlap=True,
     )
 

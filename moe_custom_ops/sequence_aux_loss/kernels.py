@@ -273,7 +273,7 @@ def tile_sums(
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         RUN_AHEAD=not few,
         num_warps=num_warps,
-        maxnreg=max_registers(block_t, block_c, probs.dtype, num_warps, groups),
+        maxnreg=max_registers(block_t, block_c, num_columns, probs.dtype, num_warps, groups),
         overlap=True,
     )
 

@@ -223,10 +223,10 @@ def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
     """The forward then reads row after row, the backward moves those of a token together."""
     from moe_custom_ops.weighted_restore import kernels
 
-    monkeypatch.setattr(kernels, "enough_programs", lambda device: 20)
+    monkeypatch.setattr(kernels, "enough_programs", lambda device: 10)
     rows, scores, indices, addend, grad = inputs(30, 3, 9)
     scores[indices[80] // 3] = torch.nan
-    for kept in (slice(0), slice(40), slice(1, 80, 7)):
+    for kept in (slice(0), slice(33), slice(1, 80, 7)):
         launch = kernels.restore_backward(grad, rows[kept], scores, indices[kept], 3, True)
         assert launch.options["COMPACT"]
         assert kernels.restore(rows[kept], scores, None, 30, 3).options["LOADS"] == 1
