@@ -176,8 +176,8 @@ def test_what_rounding_allows():
     for own, exact, rounded in (
         (expected * 1.01, False, True),
         (expected * 1.03, False, False),
-        (expected + torch.tensor([[0.0], [0.0], [usual / 400]]), False, True),
-        (expected + torch.tensor([[0.0], [0.0], [usual / 200]]), False, False),
+        (expected + torch.tensor([[0.0], [0.0], [usual / 200]]), False, True),
+        (expected + torch.tensor([[0.0], [0.0], [usual / 100]]), False, False),
         (expected * torch.tensor([[0.0], [1.0], [1.0]]), False, False),
     ):
         assert (rows.error_of([own], [expected]) == "") is exact
