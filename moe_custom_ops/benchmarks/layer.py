@@ -9,7 +9,7 @@ from ..nn import MoE
 from ..nn.grouped_mm import grouped_mm
 from ..weighted_restore import inverse_permutation, permute, weighted_restore
 from . import losses
-from .copies import DTYPE, weighted_sum
+from .copies import DTYPE, by_expert, weighted_sum
 from .models import Model
 from .orders import eager_inverse, eager_order
 from .rows import BOTH, COMPILED, FORWARD, OURS_COMPILED, Family, Inputs, Traffic
@@ -42,8 +42,9 @@ def our_path(tokens: Tensor, made: Tensor, scores: Tensor, probs: Tensor, ids: T
 def eager_path(tokens: Tensor, made: Tensor, scores: Tensor, probs: Tensor, ids: Tensor) -> Results:
     topk = ids.shape[1]
     order, counts = eager_order(ids, probs.shape[1])
-    rows = tokens.index_select(0, order // topk)
-    out = weighted_sum(made, scores, eager_inverse(order))
+    inverse = eager_inverse(order, ids.numel())
+    rows = by_expert(tokens, order // topk, inverse, topk)
+    out = weighted_sum(made, scores, order, inverse)
     return rows, out, losses.eager(probs, counts, topk)
 
 
@@ -97,9 +98,10 @@ def eager_layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, module: MoE
     topk = ids.shape[1]
     order, counts = eager_order(ids, probs.shape[1])
     ends = counts.cumsum(0).to(torch.int32)
-    gate, value = grouped_mm(x.index_select(0, order // topk), up, ends).chunk(2, -1)
+    inverse = eager_inverse(order, ids.numel())
+    gate, value = grouped_mm(by_expert(x, order // topk, inverse, topk), up, ends).chunk(2, -1)
     rows = grouped_mm(nn.functional.silu(gate) * value, down, ends)
-    out = weighted_sum(rows, scores, eager_inverse(order))
+    out = weighted_sum(rows, scores, order, inverse)
     return out, losses.eager(probs, counts, topk)
 
 

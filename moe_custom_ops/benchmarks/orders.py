@@ -29,9 +29,10 @@ def eager_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def eager_inverse(order: Tensor) -> Tensor:
+def eager_inverse(order: Tensor, num_assignments: int) -> Tensor:
+    """The row of each assignment; of one that has none, the number of rows."""
     places = torch.arange(len(order), device=order.device)
-    return torch.empty_like(order).scatter_(0, order, places)
+    return order.new_full((num_assignments,), len(order)).scatter_(0, order, places)
 
 
 def make_ids(model: Model, num_tokens: int, device: torch.device) -> Inputs:
@@ -89,7 +90,7 @@ def our_inverse(order: Tensor, order64: Tensor, num_tokens: int, topk: int) -> T
 
 
 def eager_inverse_of(order: Tensor, order64: Tensor, num_tokens: int, topk: int) -> Tensor:
-    return eager_inverse(order64)
+    return eager_inverse(order64, num_tokens * topk)
 
 
 def traffic_of_ids(model: Model, inputs: Inputs) -> tuple[Traffic, Traffic]:
