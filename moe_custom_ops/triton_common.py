@@ -228,11 +228,21 @@ def num_chunks(num_tiles: int, num_columns: int) -> int:
     return next_power_of_2(num_columns) // chunk_columns(num_tiles, num_columns)
 
 
+def _loaded_bytes(probs: Tensor) -> int:
+    """Of registers, for an element: what Triton knows of no alignment of is loaded one by one."""
+    return probs.itemsize if _is_aligned(probs) else max(probs.itemsize, 4)
+
+
+def _is_aligned(probs: Tensor) -> bool:
+    stride_t, stride_c = probs.stride()[-2:]
+    return stride_c == 1 and stride_t % 16 == 0 and probs.shape[-1] % 16 == 0
+
+
 def token_groups(
-    block_t: int, block_c: int, dtype: torch.dtype, few: bool, num_warps: int | None = None
+    block_t: int, block_c: int, probs: Tensor, few: bool, num_warps: int | None = None
 ) -> tuple[int, int]:
     """(warps, groups of tokens side by side that fill their threads with 16-byte loads)."""
-    threads_per_token = max(block_c * dtype.itemsize // 16, 1)
+    threads_per_token = max(block_c * _loaded_bytes(probs) // 16, 1)
     if num_warps is None:
         # A thread has 32 loads in flight, which are 128 registers: more of either was slower.
         loads = block_t * threads_per_token
@@ -244,25 +254,25 @@ def token_groups(
     return num_warps, groups
 
 
-def max_registers(
-    block_t: int, block_c: int, num_columns: int, dtype: torch.dtype, num_warps: int, groups: int
-) -> int | None:
-    """Registers per thread that the loads of a tile need, where several warps share it.
+def max_registers(block_t: int, block_c: int, probs: Tensor, num_warps: int, groups: int) -> int:
+    """Registers per thread that the loads of a tile need.
 
     Left alone, Triton 3.9 takes 48 to 80, and a few loads at a time: aux_loss of (8192, 8) and
     (131072, 8) took 5.3 and 6.6 us on an H200, and takes 2.4 and 3.2.
     """
+    loads = block_t * block_c * _loaded_bytes(probs) // (32 * num_warps) // 4
     if num_warps == 1:
-        return None
-    loads = block_t * block_c * dtype.itemsize // (32 * num_warps) // 4
+        return min(loads + 32, 255)
+    aligned = _is_aligned(probs)
     if loads <= 64:
         # Eight groups do not fit 64: (8192, 8) took 3.0 us, not 2.4. Fewer do: (8192, 128) took 3.2
         # us, and with 80 3.6.
-        return 96 if groups == MAX_GROUPS else 64
+        return 64 if aligned and groups < MAX_GROUPS else 96
     # Groups that are added across threads need a few more, which cost a program of eight on a
-    # multiprocessor. 64 experts do without, and took 0.92 of the time over sequences; 60, whose
-    # columns are masked, and 128 spill, and took 1.06 and 1.17 times as long.
-    return loads if groups == 1 or num_columns == block_c == 64 else loads + 16
+    # multiprocessor. 64 experts do without, and took 0.92 of the time over sequences; 60 and 128
+    # spill, and took 1.06 and 1.17 times as long.
+    fits = aligned and (groups == 1 or probs.shape[-1] == block_c == 64)
+    return min(loads if fits else loads + 16, 255)
 
 
 @functools.cache

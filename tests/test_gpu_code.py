@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 
+from moe_custom_ops import fixed_order
 from moe_custom_ops.backend import as_bytes, float64_bits
 from moe_custom_ops.testing import make_assignments, make_probs
 from tests.conftest import INTERPRETED
@@ -110,34 +111,56 @@ def check_prefetch(code):
         assert "prefetch" not in code
 
 
-def registers(code, path):
-    """Those of a thread."""
+def registers_and_stack(code, path):
+    """(registers, bytes of what did not fit them) of a thread"""
     binary = path / "kernel.cubin"
     binary.write_bytes(code.cubin)
     call = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary]
     report = subprocess.run(call, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", report)[1])
+    return [int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK")]
 
 
-@pytest.mark.parametrize("num_experts", [8, 16, 32, 60, 64, 128, 256])
-def test_all_loads_of_a_tile_are_on_their_way(num_experts, ptx, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [8192, 131072])
+@pytest.mark.parametrize(
+    ("num_experts", "stride"),
+    [
+        (8, 8),
+        (32, 32),
+        (60, 60),
+        (64, 64),
+        (64, 65),
+        (128, 128),
+        (130, 130),
+        (200, 200),
+        (256, 256),
+    ],
+)
+def test_all_loads_of_a_tile_are_on_their_way(
+    num_experts, stride, num_tokens, dtype, ptx, tmp_path, monkeypatch
+):
     """What a thread has loaded and not added yet is in registers: fewer are fewer loads."""
+    from moe_custom_ops import triton_common
     from moe_custom_ops.aux_loss import kernels as aux
     from moe_custom_ops.sequence_aux_loss import kernels as sequence
 
-    probs, counts = torch.empty(2, 65536, num_experts), torch.empty(2, num_experts)
-    partials, lengths = torch.empty(1), torch.empty(1, dtype=torch.int32)
-    rows = probs.view(-1, num_experts)
-    launch = aux.tile_sums(rows, counts[0], None)
-    launch(rows, counts[0], None, partials)
+    monkeypatch.setattr(triton_common, "_multiprocessors", lambda device: 132)
+    probs = torch.empty(num_tokens, stride, dtype=dtype)[:, :num_experts]
+    batch = probs.view(2, -1, num_experts)
+    counts, partials = torch.empty(2, num_experts), torch.empty(1)
+    launch = aux.tile_sums(probs, counts[0], None)
+    launch(probs, counts[0], None, partials)
     given = launch.options
-    loads = given["BLOCK_T"] * given["BLOCK_C"] // (32 * given["num_warps"])
-    assert loads in (64, 128)
-    launch = sequence.tile_sums(probs, counts, None, None, 4096)
-    launch(probs, counts, None, None, partials, lengths)
+    loads = given["BLOCK_T"] * given["BLOCK_C"] * dtype.itemsize // (128 * given["num_warps"])
+    num_slots = 2 * fixed_order.num_tiles(num_tokens // 2, num_experts)
+    launch = sequence.tile_sums(batch, counts, None, None, num_slots)
+    launch(batch, counts, None, None, partials, torch.empty(1, dtype=torch.int32))
     assert len(ptx) == 2
-    for code in ptx.values():
-        assert registers(code, tmp_path) >= loads
+    for name, code in ptx.items():
+        registers, stack = registers_and_stack(code, tmp_path)
+        # All but the last few, which come when the first are added. The most that is put aside is
+        # what one bound of 64 costs on capability 8.0 with Triton 3.6.
+        assert registers > 0.9 * loads and stack <= 40, (name, registers, stack)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -150,7 +150,7 @@ def tile_sums(
     chunks, count = num_partials(num_tokens, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
     few = count <= few_programs(probs.device)
-    num_warps, groups = token_groups(block_t, block_c, probs.dtype, few, num_warps)
+    num_warps, groups = token_groups(block_t, block_c, probs, few, num_warps)
     return Launch(
         _aux_loss_tile_sums_kernel,
         count,
@@ -167,7 +167,7 @@ def tile_sums(
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         RUN_AHEAD=not few,
         num_warps=num_warps,
-        maxnreg=max_registers(block_t, block_c, num_columns, probs.dtype, num_warps, groups),
+        maxnreg=max_registers(block_t, block_c, probs, num_warps, groups),
         overlap=True,
     )
 

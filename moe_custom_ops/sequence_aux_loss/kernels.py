@@ -253,7 +253,7 @@ def tile_sums(
     chunks = num_chunks(num_slots, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
     few = slots * chunks <= few_programs(probs.device)
-    num_warps, groups = token_groups(block_t, block_c, probs.dtype, few, num_warps)
+    num_warps, groups = token_groups(block_t, block_c, probs, few, num_warps)
     return Launch(
         _sequence_tile_sums_kernel,
         slots * chunks,
@@ -273,7 +273,7 @@ def tile_sums(
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         RUN_AHEAD=not few,
         num_warps=num_warps,
-        maxnreg=max_registers(block_t, block_c, num_columns, probs.dtype, num_warps, groups),
+        maxnreg=max_registers(block_t, block_c, probs, num_warps, groups),
         overlap=True,
     )
 
