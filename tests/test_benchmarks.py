@@ -162,6 +162,22 @@ def test_the_compiled_form_runs_its_backward_twice():
 
 
 @pytest.mark.usefixtures("small")
+def test_a_way_that_runs_out_of_memory_is_left_out():
+    def full(*arguments):
+        raise torch.cuda.OutOfMemoryError
+
+    family = family_of("permute(inverse)")
+    ways = family.ways | {"full": full}
+    row = rows.run(family._replace(ways=ways), rows.FORWARD, SMALL, 12, settings())
+    assert row.left_out["full"] == "out of memory"
+    assert {"ours", "eager"} <= set(row.times) and "full" not in row.times
+    # Nothing is left to hold the others against.
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        ways = family.ways | {"eager": full}
+        rows.run(family._replace(ways=ways), rows.FORWARD, SMALL, 12, settings())
+
+
+@pytest.mark.usefixtures("small")
 def test_compiled_layers_of_both_kinds():
     """They round elsewhere; a router's rows of experts that no token took are rounding alone."""
     asked = settings()._replace(compiled=True)

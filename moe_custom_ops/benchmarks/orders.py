@@ -32,7 +32,10 @@ def eager_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def eager_inverse(order: Tensor, num_assignments: int) -> Tensor:
     """The row of each assignment; of one that has none, the number of rows."""
     places = torch.arange(len(order), device=order.device)
-    return order.new_full((num_assignments,), len(order)).scatter_(0, order, places)
+    inverse = order.new_empty(num_assignments)
+    if len(order) < num_assignments:
+        inverse.fill_(len(order))
+    return inverse.scatter_(0, order, places)
 
 
 def make_ids(model: Model, num_tokens: int, device: torch.device) -> Inputs:

@@ -227,6 +227,8 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
                 if peak is not None:
                     peaks[name] = peak
             except torch.cuda.OutOfMemoryError:
+                if name == EAGER:  # which the others are held against
+                    raise
                 left_out[name] = "out of memory"
                 calls.pop(name, None)
             except Exception as error:
