@@ -22,9 +22,8 @@ class _Inversion:
     def __init__(self, op: str, token_indices_sorted: Tensor, shape: tuple[int, ...]) -> None:
         self.op, self.device = op, token_indices_sorted.device
         self.shape, self.stride, self.size = shape, _contiguous(shape), math.prod(shape)
-        self.launches = load_kernels(__package__, "inverse_kernels").invert(
-            token_indices_sorted, self.size
-        )
+        kernels = load_kernels(__package__, "inverse_kernels")
+        self.launches = kernels.invert(token_indices_sorted, self.size)
 
     def __call__(self, token_indices_sorted: Tensor, workspace: Tensor | None) -> Tensor:
         """The inverse: in the workspace, flat, or else a new tensor."""

@@ -35,9 +35,8 @@ def _invert_permutation_cuda(
 
 
 def invert(token_indices_sorted: Tensor, inverse: Tensor) -> None:
-    for launch in load_kernels(__package__, "inverse_kernels").invert(
-        token_indices_sorted, inverse.numel()
-    ):
+    kernels = load_kernels(__package__, "inverse_kernels")
+    for launch in kernels.invert(token_indices_sorted, inverse.numel()):
         launch(token_indices_sorted, inverse)
 
 
@@ -84,9 +83,8 @@ def _scores_to_rows_cuda(top_scores: Tensor, token_indices_sorted: Tensor, slots
     _check_slots_of_scores(top_scores, slots)
     scores = flat(top_scores)
     row_scores = top_scores.new_empty(token_indices_sorted.shape)
-    launch = load_kernels(__package__, "inverse_kernels").scores_to_rows(
-        scores, token_indices_sorted
-    )
+    kernels = load_kernels(__package__, "inverse_kernels")
+    launch = kernels.scores_to_rows(scores, token_indices_sorted)
     launch(scores, token_indices_sorted, slots.contiguous(), row_scores)
     return row_scores
 
@@ -106,7 +104,8 @@ def rows_to_scores(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tens
 def _rows_to_scores_cuda(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
     checks.dtype("rows_to_scores", "slots", slots, (torch.int32,))
     scores = row_scores.new_empty(slots.shape)
-    launch = load_kernels(__package__, "inverse_kernels").rows_to_scores(row_scores, slots.numel())
+    kernels = load_kernels(__package__, "inverse_kernels")
+    launch = kernels.rows_to_scores(row_scores, slots.numel())
     launch(row_scores, slots.contiguous(), scores)
     return scores
 

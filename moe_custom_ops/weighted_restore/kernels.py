@@ -518,7 +518,7 @@ def restore_backward(
         few_rows = num_tokens >= enough and _has_few_rows(num_rows, num_tokens * topk)
     if block_k is None and few_rows:
         # What a token has on average.
-        block_k = min(next_power_of_2(triton.cdiv(num_rows, num_tokens)), MAX_BLOCK_K)
+        block_k = min(next_power_of_2(triton.cdiv(num_rows, max(num_tokens, 1))), MAX_BLOCK_K)
     elif block_k is None:
         block_k = min(next_power_of_2(topk), MAX_BLOCK_K)
         while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < enough:

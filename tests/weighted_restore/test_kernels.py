@@ -226,10 +226,16 @@ def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
     monkeypatch.setattr(kernels, "enough_programs", lambda device: 10)
     rows, scores, indices, addend, grad = inputs(30, 3, 9)
     scores[indices[80] // 3] = torch.nan
-    for kept in (slice(0), slice(33), slice(1, 80, 7)):
+    # Few are up to 3 of 8: 33 of 90, and not 34.
+    for kept, few in (
+        (slice(0), True),
+        (slice(33), True),
+        (slice(1, 80, 7), True),
+        (slice(34), False),
+    ):
         launch = kernels.restore_backward(grad, rows[kept], scores, indices[kept], 3, True)
-        assert launch.options["COMPACT"]
-        assert kernels.restore(rows[kept], scores, None, 30, 3).options["LOADS"] == 1
+        assert launch.options["COMPACT"] is few
+        assert (kernels.restore(rows[kept], scores, None, 30, 3).options["LOADS"] == 1) is few
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
