@@ -7,6 +7,7 @@ not reach what Inductor's code and the direct path allocate with: that goes thro
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,12 @@ WAYS = [
     (GUARDS, "_empty_strided_cpu", _strided("cpu")),
     (GUARDS, "_empty_strided_cuda", _strided("cuda")),
 ]
+
+
+def untouched(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    """Memory that is not filled, for tensors of many gigabytes of which a test touches a few."""
+    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=device)
+    return torch.tensor([], dtype=dtype, device=device).set_(storage).view(shape)
 
 
 def poison(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -9,6 +9,7 @@ from moe_custom_ops import (
     make_workspace,
 )
 from moe_custom_ops.expert_permutation import ops, reference
+from tests.poison import untouched
 
 pytestmark = pytest.mark.kernels
 
@@ -74,7 +75,7 @@ def test_strides(dtype, kernel_device):
 
 
 def test_a_stride_whose_product_with_k_passes_2_31(kernel_device):
-    memory = torch.empty(3, 2**30, dtype=torch.int32, device=kernel_device)
+    memory = untouched(3, 2**30, dtype=torch.int32, device=kernel_device)
     spread = memory[:, :4].t()
     spread.copy_(draw(4, 3, 3))
     num_rows = ops.check(spread, 3, 1, None, None)

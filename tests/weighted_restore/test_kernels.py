@@ -7,6 +7,7 @@ import torch
 
 from moe_custom_ops.testing import assert_same_bits, make_assignments
 from moe_custom_ops.weighted_restore import reference
+from tests.poison import untouched
 
 pytestmark = pytest.mark.kernels
 
@@ -301,7 +302,7 @@ def test_strides_of_more_than_2_31_elements(wide, kernel_device):
     names = ("rows", "scores", "indices", "addend", "grad")
     call = dict(zip(names, inputs(2, 1, 16, torch.bfloat16), strict=True))
     stride = 2**32
-    memory = torch.empty(stride + 16, dtype=torch.bfloat16, device=kernel_device)
+    memory = untouched(stride + 16, dtype=torch.bfloat16, device=kernel_device)
     spread = memory.as_strided((2, 16), (stride, 1))
     spread.copy_(call[wide])
     expected = expect(*call.values(), 1)
@@ -313,7 +314,7 @@ def test_strides_of_more_than_2_31_elements(wide, kernel_device):
 def test_scores_of_a_wide_stride(kernel_device):
     """Its product with k passes 2^31. Three pages are touched."""
     rows, scores, indices, addend, grad = inputs(2, 3, 16)
-    memory = torch.empty(3, 2**30, device=kernel_device)
+    memory = untouched(3, 2**30, device=kernel_device)
     spread = memory[:, :2].t()
     spread.copy_(scores)
     expected = expect(rows, scores, indices, addend, grad, 3)
