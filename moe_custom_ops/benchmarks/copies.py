@@ -183,7 +183,8 @@ def eager_weighted_restore_by_inverse(rows: Tensor, scores: Tensor, order: Order
 
 def indexed_weighted_restore(rows: Tensor, scores: Tensor, order: Order) -> Tensor:
     """Rows go to their places, whose gradient is a gather."""
-    restored = rows.new_zeros(scores.numel(), rows.shape[1])
+    make = rows.new_empty if len(rows) == scores.numel() else rows.new_zeros
+    restored = make((scores.numel(), rows.shape[1]))
     restored[order.order64] = rows
     return sum_weighted(restored.view(order.tokens, order.topk, -1), scores)
 
