@@ -80,13 +80,9 @@ def our_permute(tokens: Tensor, order: Order) -> Tensor:
     return permute(tokens, order.order, order.topk, inverse=order.inverse)
 
 
-def _to_experts(tokens: Tensor, token: Tensor) -> Tensor:
-    return tokens.index_select(0, token)
-
-
-def _to_tokens(rows: Tensor, inverse: Tensor, complete: bool) -> Tensor:
+def _to_tokens(rows: Tensor, inverse: Tensor) -> Tensor:
     """The sum of each token's rows; one that is absent is the row behind the last, of zeros."""
-    if not complete:
+    if len(rows) < inverse.numel():
         rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
     found = rows.index_select(0, inverse.flatten())
     # A sum of bfloat16 is made in float32 and rounded once.
@@ -103,13 +99,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.complete = len(token) == inverse.numel()
-        return _to_experts(tokens, token)
+        return tokens.index_select(0, token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _to_tokens(grad, inverse, ctx.complete), None, None
+        return _to_tokens(grad, inverse), None, None
 
 
 class _Restore(torch.autograd.Function):
@@ -118,12 +113,12 @@ class _Restore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(token)
-        return _to_tokens(rows, inverse, len(token) == inverse.numel())
+        return _to_tokens(rows, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (token,) = ctx.saved_tensors
-        return _to_experts(grad, token), None, None
+        return grad.index_select(0, token), None, None
 
 
 def by_expert(tokens: Tensor, token: Tensor, inverse: Tensor, topk: int) -> Tensor:
@@ -209,7 +204,6 @@ def our_restore(rows: Tensor, order: Order) -> Tensor:
 
 
 def eager_restore(rows: Tensor, order: Order) -> Tensor:
-    # A sum of bfloat16 is made in float32 and rounded once.
     return _Restore.apply(rows, order.token64, order.inverse64.view(-1, order.topk))
 
 

@@ -157,11 +157,10 @@ def _error_of_one(own: Tensor, expected: Tensor, rounding: bool) -> str:
     # differences of a part at a time.
     wide = own.flatten(0, -2) if own.dim() > 1 else own.reshape(1, -1)
     count = max(PART // max(wide.shape[-1], 1), 1)
-    parts = list(zip(wide.split(count), expected.reshape(wide.shape).split(count), strict=True))
-    sizes, differences = (
-        torch.cat([torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in of_parts])
-        for of_parts in ((own for _, own in parts), (one - other for one, other in parts))
-    )
+    norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+    parts = zip(wide.split(count), expected.reshape(wide.shape).split(count), strict=True)
+    norms = [(norm(right), norm(part - right)) for part, right in parts]
+    sizes, differences = map(torch.cat, zip(*norms, strict=True))
     usual = sizes.square().mean().sqrt() if sizes.numel() else sizes
     tolerance = TOLERANCES[torch.bfloat16 if rounding else expected.dtype]
     # A row of zeros, say of padding, is allowed a hundredth of what a usual row is allowed. Where
@@ -214,12 +213,11 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
     peaks: dict[str, int] = {}
     # A graph whose backward runs more than once must not give its buffers away.
     with torch._functorch.config.patch(donated_buffer=False):
-        expected: list[Tensor | None] = []
-        for name in (EAGER, *(way for way in ways if way != EAGER)):
+        # Without it there is nothing to hold the others against.
+        expected = results_of(ways[EAGER], kind, sets[0], grads[0])
+        for name in ways:
             try:
-                if name == EAGER:
-                    expected = results_of(ways[name], kind, sets[0], grads[0])
-                elif wrong := check(name, sets[0], grads[0], expected):
+                if name != EAGER and (wrong := check(name, sets[0], grads[0], expected)):
                     left_out[name] = f"wrong: {wrong}"
                     continue
                 call, inputs = calls[name] = _prepare(ways[name], kind, sets, grads, settings)
@@ -227,8 +225,6 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
                 if peak is not None:
                     peaks[name] = peak
             except torch.cuda.OutOfMemoryError:
-                if name == EAGER:  # which the others are held against
-                    raise
                 left_out[name] = "out of memory"
                 calls.pop(name, None)
             except Exception as error:
@@ -237,11 +233,8 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
                 left_out[name] = _first_line(error)
         del expected
         number = calls_per_batch(read + written, num_sets, device)
-        ordered = {name: calls[name] for name in ways if name in calls}
-        times = time_calls(
-            ordered, number, settings.mode, settings.repeats, device, settings.stream
-        )
-        del calls, ordered
+        times = time_calls(calls, number, settings.mode, settings.repeats, device, settings.stream)
+        del calls
         # Once more, on other inputs: what is right at first only is not timed either.
         expected = results_of(ways[EAGER], kind, sets[-1], grads[-1])
         for name in [way for way in times if way != EAGER]:

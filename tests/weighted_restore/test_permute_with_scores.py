@@ -166,13 +166,13 @@ def test_the_direct_path(dtype, given, launched, kernel_device):
 
 @pytest.mark.kernels
 def test_the_cuda_implementations(kernel_device):
-    from moe_custom_ops.weighted_restore import inverse_ops as ops
+    from moe_custom_ops.weighted_restore import inverse_ops
 
     _, scores, indices = make()
     inverse = inverse_permutation(indices, 9, 3)
     inverse[0, 0], inverse[0, 1] = 10**6, -7
     moved = [x.to(kernel_device) for x in (scores, indices, inverse)]
-    row_scores = ops._scores_to_rows_cuda(*moved)
-    assert_same_bits(row_scores, ops.scores_to_rows(scores, indices, inverse))
-    back = ops._rows_to_scores_cuda(row_scores, *moved[1:])
-    assert_same_bits(back, ops.rows_to_scores(row_scores.cpu(), indices, inverse))
+    row_scores = inverse_ops._scores_to_rows_cuda(*moved)
+    assert_same_bits(row_scores, inverse_ops.scores_to_rows(scores, indices, inverse))
+    back = inverse_ops._rows_to_scores_cuda(row_scores, *moved[1:])
+    assert_same_bits(back, inverse_ops.rows_to_scores(row_scores.cpu(), indices, inverse))
