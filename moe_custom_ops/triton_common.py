@@ -228,51 +228,44 @@ def num_chunks(num_tiles: int, num_columns: int) -> int:
     return next_power_of_2(num_columns) // chunk_columns(num_tiles, num_columns)
 
 
-def _loaded_bytes(probs: Tensor) -> int:
-    """Of registers, for an element: what Triton knows of no alignment of is loaded one by one."""
-    return probs.itemsize if _is_aligned(probs) else max(probs.itemsize, 4)
-
-
-def _is_aligned(probs: Tensor) -> bool:
-    stride_t, stride_c = probs.stride()[-2:]
-    return stride_c == 1 and stride_t % 16 == 0 and probs.shape[-1] % 16 == 0
-
-
-def token_groups(
+def tile_options(
     block_t: int, block_c: int, probs: Tensor, few: bool, num_warps: int | None = None
-) -> tuple[int, int]:
-    """(warps, groups of tokens side by side that fill their threads with 16-byte loads)."""
-    threads_per_token = max(block_c * _loaded_bytes(probs) // 16, 1)
+) -> dict[str, int]:
+    """Groups of tokens side by side, warps and registers of a thread for the sums of a tile.
+
+    Left alone, Triton 3.9 takes 48 to 80 registers, and a few loads at a time: aux_loss of
+    (8192, 8) and (131072, 8) took 5.3 and 6.6 us on an H200, and takes 2.4 and 3.2.
+    """
+    stride_t, stride_c = probs.stride()[-2:]
+    num_columns = probs.shape[-1]
+    aligned = stride_c == 1 and stride_t % 16 == 0 and num_columns % 16 == 0
+    # What Triton knows of no alignment of is loaded one by one, to a register each.
+    itemsize = probs.itemsize if aligned else max(probs.itemsize, 4)
+    threads_per_token = max(block_c * itemsize // 16, 1)
     if num_warps is None:
         # A thread has 32 loads in flight, which are 128 registers: more of either was slower.
         loads = block_t * threads_per_token
         fewest = 2 if few or threads_per_token < 8 else 1
         num_warps = min(max(threads_per_token // 32, loads // 1024, fewest), 4)
-    # More groups of narrow rows touch more lines with one load: 32 groups instead of 8 took 1.9
-    # times as long for 1048576 tokens of 8 experts on an H200.
+    # Groups that fill the threads with 16-byte loads. More of narrow rows touch more lines with one
+    # load: 32 groups instead of 8 took 1.9 times as long for 1048576 tokens of 8 experts.
     groups = min(max(32 * num_warps // threads_per_token, 1), MAX_GROUPS, block_t)
-    return num_warps, groups
 
-
-def max_registers(block_t: int, block_c: int, probs: Tensor, num_warps: int, groups: int) -> int:
-    """Registers per thread that the loads of a tile need.
-
-    Left alone, Triton 3.9 takes 48 to 80, and a few loads at a time: aux_loss of (8192, 8) and
-    (131072, 8) took 5.3 and 6.6 us on an H200, and takes 2.4 and 3.2.
-    """
-    loads = block_t * block_c * _loaded_bytes(probs) // (32 * num_warps) // 4
+    registers = block_t * block_c * itemsize // (128 * num_warps)
     if num_warps == 1:
-        return min(loads + 32, 255)
-    aligned = _is_aligned(probs)
-    if loads <= 64:
+        # Left alone, bfloat16 of (131072, 128) took 9.9 us, not 10.5: 128 registers are a wave of
+        # 2048 programs, 130 are not. But then Triton 3.9 takes 66 on capability 8.0.
+        registers += 32
+    elif registers <= 64:
         # Eight groups do not fit 64: (8192, 8) took 3.0 us, not 2.4. Fewer do: (8192, 128) took 3.2
         # us, and with 80 3.6.
-        return 64 if aligned and groups < MAX_GROUPS else 96
-    # Groups that are added across threads need a few more, which cost a program of eight on a
-    # multiprocessor. 64 experts do without, and took 0.92 of the time over sequences; 60 and 128
-    # spill, and took 1.06 and 1.17 times as long.
-    fits = aligned and (groups == 1 or probs.shape[-1] == block_c == 64)
-    return min(loads if fits else loads + 16, 255)
+        registers = 64 if aligned and groups < MAX_GROUPS else 96
+    elif not aligned or (groups > 1 and not num_columns == block_c == 64):
+        # Groups that are added across threads need a few more, which cost a program of eight on a
+        # multiprocessor. 64 experts do without, and took 0.92 of the time over sequences; 60 and
+        # 128 spill, and took 1.06 and 1.17 times as long.
+        registers += 16
+    return {"GROUPS": groups, "num_warps": num_warps, "maxnreg": min(registers, 255)}
 
 
 @functools.cache

@@ -12,12 +12,11 @@ from ..triton_common import (
     Launch,
     few_programs,
     float64_from_bits,
-    max_registers,
     num_chunks,
     prefetch_tile,
     strides,
     sum_tokens,
-    token_groups,
+    tile_options,
     tree_sum,
     tree_sum_rows,
     wait_for_previous_kernel,
@@ -150,7 +149,6 @@ def tile_sums(
     chunks, count = num_partials(num_tokens, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
     few = count <= few_programs(probs.device)
-    num_warps, groups = token_groups(block_t, block_c, probs, few, num_warps)
     return Launch(
         _aux_loss_tile_sums_kernel,
         count,
@@ -162,13 +160,11 @@ def tile_sums(
         *strides(token_mask, 1),
         CHUNKS=chunks,
         BLOCK_T=block_t,
-        GROUPS=groups,
         BLOCK_C=block_c,
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         RUN_AHEAD=not few,
-        num_warps=num_warps,
-        maxnreg=max_registers(block_t, block_c, probs, num_warps, groups),
         overlap=True,
+        **tile_options(block_t, block_c, probs, few, num_warps),
     )
 
 

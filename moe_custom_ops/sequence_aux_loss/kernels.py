@@ -14,12 +14,11 @@ from ..triton_common import (
     Launch,
     few_programs,
     float64_from_bits,
-    max_registers,
     num_chunks,
     prefetch_tile,
     strides,
     sum_tokens,
-    token_groups,
+    tile_options,
     tree_sum,
     tree_sum_rows,
     wait_for_previous_kernel,
@@ -253,7 +252,6 @@ def tile_sums(
     chunks = num_chunks(num_slots, num_columns)
     block_t, block_c = tile_tokens(num_columns), next_power_of_2(num_columns) // chunks
     few = slots * chunks <= few_programs(probs.device)
-    num_warps, groups = token_groups(block_t, block_c, probs, few, num_warps)
     return Launch(
         _sequence_tile_sums_kernel,
         slots * chunks,
@@ -267,14 +265,12 @@ def tile_sums(
         *(0, *strides(token_mask, 2))[-2:],
         CHUNKS=chunks,
         BLOCK_T=block_t,
-        GROUPS=groups,
         BLOCK_C=block_c,
         BLOCK_B=min(next_power_of_2(num_sequences + 1), SEARCH_BLOCK),
         ACC=TRITON_DTYPES[accumulator_dtype(probs.dtype)],
         RUN_AHEAD=not few,
-        num_warps=num_warps,
-        maxnreg=max_registers(block_t, block_c, probs, num_warps, groups),
         overlap=True,
+        **tile_options(block_t, block_c, probs, few, num_warps),
     )
 
 
