@@ -1,6 +1,7 @@
 """The benchmarks run on small shapes. What they print here are no times of a GPU."""
 
 import csv
+import functools
 import json
 import os
 import subprocess
@@ -211,6 +212,7 @@ def test_the_command(tmp_path, capsys):
     assert len(names) == len(set(names)) > 40
     assert "weighted_restore both small T12" in names
     assert set(result["header"]["ceilings"]) == {"0:1", "1:1", "2:1", "1:0"}
+    assert result["header"]["repeats"] == 1
     by_name = {row["name"]: row for row in result["rows"]}
     path, layer = by_name["path both small T12"], by_name["layer both small T12"]
     share = 100 * path["times"]["ours"] / layer["times"]["ours"]
@@ -296,6 +298,23 @@ def test_quick_leaves_most_out():
     whole = list(__main__.cases("cuda", "", False))
     assert 20 < len(quick) < 50 < 200 < len(whole)
     assert not any(compiled for *_, compiled in quick) and any(c for *_, c in whole)
+
+
+def test_turns_have_no_fixed_order():
+    """None always follows the same other, and each is given its own times."""
+    turns, names = [], ["a", "b", "c"]
+    runs = {name: functools.partial(turns.append, name) for name in names}
+
+    def clock(run):
+        run()
+        return (turns[-1], turns.count(turns[-1]))
+
+    expected = {name: [(name, count) for count in range(1, 16)] for name in names}
+    assert timing.take_turns(runs, clock, 15) == expected
+    repeats = [tuple(turns[i : i + 3]) for i in range(0, 45, 3)]
+    assert all(sorted(repeat) == names for repeat in repeats)
+    assert {turns[i + 1] for i in range(44) if turns[i] == "a"} >= {"b", "c"}
+    assert len(set(repeats)) > 3
 
 
 def test_the_ceiling_of_a_mix():

@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     streamed = "eager" if options.mode == "host" else options.mode
     rates = ceilings.measure(device, streamed, repeats, stream)
     rate = ceilings.ceiling(rates)
-    header = report.header(device, options.mode, rates)
+    header = {**report.header(device, options.mode, rates), "repeats": repeats}
     if old is not None:
         for key in ("device", "mode"):
             if old["header"][key] != header[key]:

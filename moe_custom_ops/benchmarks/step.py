@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..nn import MoE
 from . import report
-from .timing import batch_time, positive
+from .timing import batch_time, positive, take_turns
 
 Result = TypeVar("Result")
 
@@ -195,10 +195,7 @@ def measure(config: Config, device: torch.device, repeats: int, steps: int) -> d
         made[way.name]()
         torch.cuda.synchronize()
         peaks[way.name] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
-    times: dict[str, list[float]] = {way.name: [] for way in WAYS}
-    for _ in range(repeats):
-        for name, step in made.items():
-            times[name].append(batch_time(step, steps, device) / 1e3)
+    times = take_turns(made, lambda step: batch_time(step, steps, device) / 1e3, repeats)
     rows = [
         {
             "way": name,
