@@ -50,6 +50,18 @@ def test_the_table_says_what_was_measured(root):
                 assert shown == f"{value:.{digits}f}", name
 
 
+def test_what_the_text_says_of_all_rows(root):
+    """No op's row is slower than another way, no compiled layer but by what clocks move."""
+    rows = json.loads((root / "docs/benchmarks/h200.json").read_text())["rows"]
+    layers = [row["times"] for row in rows if row["op"] == "layer"]
+    ops = [row["times"] for row in rows if row["op"] != "layer"]
+    assert len(layers) == 24 and all(len(times) == 4 for times in layers)
+    assert all(times["compiled"] > 0.99 * times["ours compiled"] for times in layers)
+    assert all(times["eager"] > times["ours"] for times in layers)
+    assert len(ops) == len(rows) - 24
+    assert all(sorted(times.values())[0] == times["ours"] and len(times) > 1 for times in ops)
+
+
 def test_the_transformers_table_says_what_was_measured(root):
     rows = json.loads((root / "docs/benchmarks/transformers_step.json").read_text())["rows"]
     text = (root / "docs/use_it_from.md").read_text()

@@ -60,7 +60,7 @@ def speedups(result: dict[str, Any], path: Path) -> None:
     rows = [row for row in rows if row["kind"] == (BOTH if row["op"] in with_both else FORWARD)]
     ops = list(dict.fromkeys(row["op"] for row in rows))[::-1]
     ways = list(dict.fromkeys(way for row in rows for way in row["times"] if way != OURS))
-    figure, axes = plt.subplots(figsize=(7.5, 1.4 + 0.26 * len(ops)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 1.6 + 0.26 * len(ops)), layout="constrained")
     for place, way in enumerate(ways):
         own = [row for row in rows if way in row["times"]]
         axes.scatter(
@@ -81,7 +81,7 @@ def speedups(result: dict[str, Any], path: Path) -> None:
     axes.set_xticks([], minor=True)
     axes.grid(axis="x", linewidth=0.3)
     axes.set_xlabel(f"time over ours, forward and backward, {tokens} tokens; a mark per model")
-    axes.legend(fontsize=7, loc="lower right")
+    figure.legend(fontsize=7, loc="outside lower center", ncols=max(len(ways), 1))
     figure.suptitle(_caption(result["header"]), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
