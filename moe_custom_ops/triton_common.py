@@ -248,13 +248,14 @@ def tile_options(
         fewest = 2 if few or threads_per_token < 8 else 1
         num_warps = min(max(threads_per_token // 32, loads // 1024, fewest), 4)
     # Groups that fill the threads with 16-byte loads. More of narrow rows touch more lines with one
-    # load: 32 groups instead of 8 took 1.9 times as long for 1048576 tokens of 8 experts.
+    # load: on an H200 32 groups, not 8, took 1.9 times as long for 1048576 tokens of 8 experts.
     groups = min(max(32 * num_warps // threads_per_token, 1), MAX_GROUPS, block_t)
 
     registers = block_t * block_c * itemsize // (128 * num_warps)
     if num_warps == 1:
-        # Left alone, bfloat16 of (131072, 128) took 9.9 us, not 10.5: 128 registers are a wave of
-        # 2048 programs, 130 are not. But then Triton 3.9 takes 66 on capability 8.0.
+        # Without a bound Triton 3.9 takes 66 on capability 8.0. With it, 3.6 takes 130 on an H200
+        # for bfloat16 of (131072, 128), not the 128 that let 2048 programs be one wave: 10.5 us,
+        # not 9.9.
         registers += 32
     elif registers <= 64:
         # Eight groups do not fit 64: (8192, 8) took 3.0 us, not 2.4. Fewer do: (8192, 128) took 3.2

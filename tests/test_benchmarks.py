@@ -2,10 +2,12 @@
 
 import csv
 import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -280,6 +282,7 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
         (["--device", "cuda:99"], "--device"),
         (["--json", "/nowhere/rows.json"], "--json: /nowhere/rows.json is no file"),
         (["--csv", "/"], "--csv"),
+        (["--json", "/tmp/rows", "--csv", "/tmp/rows"], "--csv: /tmp/rows is what --json writes"),
         (["--plot", __file__], "--plot"),
         (["--compare", "/nowhere"], "--compare: /nowhere is no file that --json wrote"),
         (["--compare", __file__], "--compare"),
@@ -289,8 +292,32 @@ def test_refused_arguments(arguments, said, capsys):
     with pytest.raises(SystemExit) as refused:
         __main__.main(arguments)
     assert refused.value.code == 2 and said in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="no row matches"):
+    with pytest.raises(SystemExit, match=r"no row of a \w+ matches"):
         __main__.main(["--filter", "nothing"])
+
+
+def test_a_name_of_the_table_is_a_filter():
+    name = "permute(inverse) both Qwen3-30B-A3B T8192"
+    (case,) = __main__.cases("cuda", name, False)
+    assert case[0].op == "permute(inverse)"
+
+
+def test_charts(tmp_path):
+    """Every way is drawn, and what has nothing to show is not."""
+    plots = pytest.importorskip("moe_custom_ops.benchmarks.plots")
+    ways = {way for family in __main__.FAMILIES for way in family.ways}
+    assert ways <= {rows.OURS, *plots.WAYS}
+    header = {"device": "d", "torch": "t", "commit": "c", "mode": "m"}
+    header["ceilings"] = {"1:1": 1.0, "0:1": 1.0, "1:0": 1.0}
+    row = {"op": "aux_loss", "kind": "both", "tokens": 8, "percent": None}
+    for name, draw in (("roofline", plots.roofline), ("speedups", plots.speedups)):
+        path = tmp_path / name
+        draw({"header": header, "rows": [row | {"times": {"ours": 1.0}}]}, path)
+        assert not path.exists()
+        full = {"percent": 5.0, "read": 8, "written": 8, "gb_per_s": 1.0}
+        times = {"ours": 1.0, "eager": 30.0}
+        draw({"header": header, "rows": [row | full | {"times": times}]}, path.with_suffix(".png"))
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_quick_leaves_most_out():
@@ -300,21 +327,25 @@ def test_quick_leaves_most_out():
     assert not any(compiled for *_, compiled in quick) and any(c for *_, c in whole)
 
 
-def test_turns_have_no_fixed_order():
-    """None always follows the same other, and each is given its own times."""
-    turns, names = [], ["a", "b", "c"]
+@pytest.mark.parametrize("size", range(1, 9))
+def test_turns_are_balanced(size):
+    """Every variant comes first, and last, and behind each other, as often as the rest."""
+    names = "abcdefgh"[:size]
+    turns = []
     runs = {name: functools.partial(turns.append, name) for name in names}
 
     def clock(run):
         run()
         return (turns[-1], turns.count(turns[-1]))
 
-    expected = {name: [(name, count) for count in range(1, 16)] for name in names}
-    assert timing.take_turns(runs, clock, 15) == expected
-    repeats = [tuple(turns[i : i + 3]) for i in range(0, 45, 3)]
-    assert all(sorted(repeat) == names for repeat in repeats)
-    assert {turns[i + 1] for i in range(44) if turns[i] == "a"} >= {"b", "c"}
-    assert len(set(repeats)) > 3
+    repeats = 2 * size
+    expected = {name: [(name, count + 1) for count in range(repeats)] for name in names}
+    assert timing.take_turns(runs, clock, repeats) == expected
+    taken = [turns[size * i : size * (i + 1)] for i in range(repeats)]
+    for square in (taken[:size], taken[size:]):
+        assert all(sorted(column) == list(names) for column in zip(*square, strict=True))
+    behind = Counter(pair for order in taken for pair in itertools.pairwise(order))
+    assert behind == Counter(dict.fromkeys(itertools.permutations(names, 2), 2))
 
 
 def test_the_ceiling_of_a_mix():

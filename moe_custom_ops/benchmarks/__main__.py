@@ -55,7 +55,8 @@ def cases(device_type: str, pattern: str, quick: bool) -> Iterator[Case]:
                         continue
                     compiled = size in family.compiled and not quick
                     tokens = SIZES[device_type][size]
-                    if re.search(pattern, name_of(family.op, kind, model.name, tokens)):
+                    name = name_of(family.op, kind, model.name, tokens)
+                    if pattern in name or re.search(pattern, name):
                         yield family, model, tokens, kind, compiled
 
 
@@ -65,7 +66,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--filter", default="", help="a regular expression; rows it is found in")
+    parser.add_argument(
+        "--filter", default="", help="rows whose name holds it, as it is or as a regular expression"
+    )
     parser.add_argument("--quick", action="store_true", help="one model, under a minute")
     parser.add_argument(
         "--mode",
@@ -93,6 +96,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         path = getattr(options, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             parser.error(f"--{name}: {path} is no file in a folder that exists")
+    if options.json is not None and options.json == options.csv:
+        parser.error(f"--csv: {options.csv} is what --json writes")
     if options.plot is not None:
         if options.plot.exists() and not options.plot.is_dir():
             parser.error(f"--plot: {options.plot} is no folder")
@@ -129,7 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     device, old = options.device, options.old
     chosen = list(cases(device.type, options.filter, options.quick))
     if not chosen:
-        raise SystemExit(f"no row matches --filter {options.filter!r}")
+        quick = " --quick" if options.quick else ""
+        raise SystemExit(f"no row of a {device.type}{quick} matches --filter {options.filter!r}")
     stream = None
     if device.type == "cuda":
         torch.cuda.set_device(device)

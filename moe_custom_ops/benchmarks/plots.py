@@ -3,9 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-from .rows import BOTH, COMPILED, EAGER, FORWARD, OURS
+from .rows import BOTH, COMPILED, EAGER, FORWARD, OURS, OURS_COMPILED
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:cyan")
+# In the order of their marks, by which a way looks alike in every chart.
+WAYS = {
+    EAGER: "eager PyTorch",
+    COMPILED: "torch.compile of it",
+    OURS_COMPILED: OURS_COMPILED,
+    "indexing": "indexing",
+    "scatter_add": "scatter_add",
+    "bmm": "bmm",
+    "DeepSpeed": "DeepSpeed",
+    "TransformerEngine": "TransformerEngine",
+}
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 def _caption(header: dict[str, Any]) -> str:
@@ -15,10 +27,15 @@ def _caption(header: dict[str, Any]) -> str:
 
 
 def roofline(result: dict[str, Any], path: Path) -> None:
-    """Every row's rate by the bytes it must move: what is small is bound by its launches."""
+    """Every row's rate by the bytes it must move: what is small is bound by its launches.
+
+    Of rows without a rate, as of layers, there is no chart.
+    """
     import matplotlib.pyplot as plt
 
     rows = [row for row in result["rows"] if row["percent"] is not None]
+    if not rows:
+        return
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     ops = list(dict.fromkeys(row["op"].split("(")[0] for row in rows))
     for place, op in enumerate(ops):
@@ -47,41 +64,57 @@ def roofline(result: dict[str, Any], path: Path) -> None:
 def speedups(result: dict[str, Any], path: Path) -> None:
     """How many times as long other ways take as ours, a mark for each model.
 
-    At the most tokens of the ops that copy hidden states; forward and backward, or forward where
-    there is no gradient.
+    At the most tokens of the ops that copy hidden states, or of all where there are none; forward
+    and backward, or forward where there is no gradient. Without another way there is no chart.
     """
     import matplotlib.pyplot as plt
 
-    timed = [row for row in result["rows"] if OURS in row["times"]]
+    timed = [row for row in result["rows"] if OURS in row["times"] and len(row["times"]) > 1]
+    if not timed:
+        return
     losses = {"aux_loss", "sequence_aux_loss"}
-    tokens = max((row["tokens"] for row in timed if row["op"] not in losses), default=0)
+    wide = [row for row in timed if row["op"] not in losses]
+    tokens = max(row["tokens"] for row in wide or timed)
     rows = [row for row in timed if row["tokens"] == tokens]
     with_both = {row["op"] for row in rows if row["kind"] == BOTH}
     rows = [row for row in rows if row["kind"] == (BOTH if row["op"] in with_both else FORWARD)]
     ops = list(dict.fromkeys(row["op"] for row in rows))[::-1]
-    ways = list(dict.fromkeys(way for row in rows for way in row["times"] if way != OURS))
-    figure, axes = plt.subplots(figsize=(7.5, 1.6 + 0.26 * len(ops)), layout="constrained")
-    for place, way in enumerate(ways):
+    figure, axes = plt.subplots(figsize=(7.5, 1.7 + 0.3 * len(ops)), layout="constrained")
+    height: dict[tuple[str, str], float] = {}
+    for op in ops:
+        taken = {way for row in rows if row["op"] == op for way in row["times"]}
+        ways = [way for way in WAYS if way in taken]
+        step = min(0.2, 0.8 / max(len(ways), 1))
+        for place, way in enumerate(ways):
+            height[op, way] = ops.index(op) - step * (place - (len(ways) - 1) / 2)
+    for place, (way, label) in enumerate(WAYS.items()):
         own = [row for row in rows if way in row["times"]]
+        if not own:
+            continue
         axes.scatter(
             [row["times"][way] / row["times"][OURS] for row in own],
-            [ops.index(row["op"]) + 0.12 * (place - len(ways) / 2) for row in own],
-            s=16,
-            label={EAGER: "eager PyTorch", COMPILED: "torch.compile of it"}.get(way, way),
+            [height[row["op"], way] for row in own],
+            s=14,
+            label=label,
             color=COLOURS[place % len(COLOURS)],
-            marker="osD^v"[place % 5],
+            marker="osD^vPX*"[place],
             alpha=0.8,
         )
     axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_ylim(-0.5, len(ops) - 0.5)
+    for place in range(1, len(ops)):
+        axes.axhline(place - 0.5, color="tab:gray", linewidth=0.3)
     names = [op if op in with_both else f"{op}, forward" for op in ops]
     axes.set_yticks(range(len(ops)), names, fontsize=8)
     axes.set_xscale("log")
-    ticks = (0.5, 1, 2, 5, 10, 20, 50)
+    ratios = [row["times"][way] / row["times"][OURS] for row in rows for way in row["times"]]
+    low, high = min(0.5, *ratios), max(2.0, *ratios)
+    ticks = [tick for tick in TICKS if low / 2 < tick < 2 * high]
     axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.grid(axis="x", linewidth=0.3)
     axes.set_xlabel(f"time over ours, forward and backward, {tokens} tokens; a mark per model")
-    figure.legend(fontsize=7, loc="outside lower center", ncols=max(len(ways), 1))
+    figure.legend(fontsize=7, loc="outside lower center", ncols=4)
     figure.suptitle(_caption(result["header"]), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -263,7 +263,10 @@ def run_command(
         parser.add_argument(f"--{option}", type=positive, default=default, help=text)
     options = parser.parse_args()
     if options.plot:
-        plot(json.loads(options.plot[0].read_text()), options.plot[1])
+        try:
+            plot(json.loads(options.plot[0].read_text()), options.plot[1])
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--plot: {options.plot[0]} is no file of --out: {error!r}")
         return
     if not torch.cuda.is_available():
         raise SystemExit("these times need an NVIDIA GPU, and none is visible")

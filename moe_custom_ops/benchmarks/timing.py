@@ -7,11 +7,11 @@ that the device does not hold up.
 
 import argparse
 import functools
+import itertools
 import os
-import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,18 +109,31 @@ def batch_time(call: Callable[[], Any], calls: int, device: torch.device) -> flo
     return clock(repeated(call, calls)) / calls
 
 
+def orders(names: Sequence[str]) -> Iterator[list[str]]:
+    """Orders of turns, without end: the rows of balanced Latin squares (E. J. Williams, 1949).
+
+    In as many as there are names each has each place once. In twice as many (in as many, if that is
+    even) each comes as often right behind every other.
+    """
+    size = len(names)
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(size)]
+    for turn in itertools.count():
+        order = [names[(place + turn) % size] for place in zigzag]
+        yield order[::-1] if turn // max(size, 1) % 2 else order
+
+
 def take_turns(
     runs: dict[str, Callable[[], Any]], clock: Callable[[Callable[[], Any]], float], repeats: int
 ) -> dict[str, list[float]]:
-    """The times of each; a repeat times every variant once, in an order of its own.
+    """The times of each; a repeat times every variant once.
 
-    In one order each would always follow the same other, and the clock rate that it left: an H200
-    ran the products of one layer up to 1.1 times as long behind another, at its power limit.
+    In one order each would always follow the same other, and the clock rate that it left: at its
+    power limit an H200 took up to 1.1 times as long for the products of one layer as for the same
+    products in another.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    shuffle = random.Random(0)
-    for _ in range(repeats):
-        for name in shuffle.sample(list(runs), len(runs)):
+    for order in itertools.islice(orders(list(runs)), repeats):
+        for name in order:
             times[name].append(clock(runs[name]))
     return times
 
