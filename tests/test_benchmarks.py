@@ -460,23 +460,27 @@ def test_an_op_that_differs_from_itself_is_named(transformers_step):
 
 
 def test_over_ranks(root, tmp_path):
+    """Eight of them: the bits are those of one, and only what was dropped is missing."""
     path = tmp_path / "ranks.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8"]
     command += ["-m", "moe_custom_ops.benchmarks.ranks", "--json", str(path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
-    assert "the same bits on 1 and 2 ranks" in done.stdout
+    assert "the same bits on ranks: 1, 2, 4, 8" in done.stdout
     (found,) = json.loads(path.read_text())["runs"].values()
     digests = [values for sizes in found["bits"].values() for values in sizes.values()]
-    assert len(digests) == 4 and all(values == digests[0] for values in digests)
+    assert len(digests) == 8 and all(values == digests[0] for values in digests)
     assert len(set(digests[0].values())) == 2
-    assert found["loss us"].keys() == found["layer"].keys() == {"1", "2"}
+    assert found["loss us"].keys() == found["layer"].keys() == {"1", "2", "4", "8"}
     for rows_of_size in found["layer"].values():
         assert [row["transport"] for row in rows_of_size] == ["one rank", "exact", "capacity"]
-        assert all(row["error"] < 1e-2 and row["ms"] > 0 for row in rows_of_size)
+        assert all(row["ms"] > 0 for row in rows_of_size)
+        assert all((row["error"] < 1e-2) is (row["dropped"] == 0) for row in rows_of_size)
+    # By ranks other than the one that writes the file.
+    assert found["layer"]["8"][2]["dropped"] > 0
 
 
 def test_ranks_that_differ_are_named():

@@ -37,7 +37,10 @@ TOLERANCE = 2e-2
 
 
 class Scale(NamedTuple):
-    """Of the loss: tokens of the whole batch. Of the layer: tokens of a rank, and its sizes."""
+    """Of the loss: tokens of the whole batch, of which every number of ranks owns whole tiles.
+
+    Of the layer: tokens of a rank, and its sizes.
+    """
 
     batch: int
     tokens: int
@@ -47,7 +50,7 @@ class Scale(NamedTuple):
     topk: int
 
 
-SCALES = {"cuda": Scale(16384, 4096, 2048, 1024, 64, 8), "cpu": Scale(2048, 64, 64, 32, 16, 4)}
+SCALES = {"cuda": Scale(16384, 4096, 2048, 1024, 64, 8), "cpu": Scale(4096, 64, 64, 32, 16, 4)}
 
 
 class Rank(NamedTuple):
@@ -103,8 +106,8 @@ def bits(rank: Rank, mode: str) -> dict[str, str]:
     return {"loss": " ".join(losses), "gradient": digest(joined(grad, 0, rank.group))}
 
 
-def _slowest(value: float, rank: Rank) -> float:
-    return joined(torch.tensor([value], dtype=torch.float64), 0, rank.group).max().item()
+def _of_ranks(value: float, rank: Rank) -> Tensor:
+    return joined(torch.tensor([value], dtype=torch.float64), 0, rank.group)
 
 
 def _time(call: Callable[[], Any], rank: Rank, calls: int, repeats: int) -> float:
@@ -113,7 +116,7 @@ def _time(call: Callable[[], Any], rank: Rank, calls: int, repeats: int) -> floa
     for _ in range(repeats + 1):
         dist.barrier(rank.group)
         times.append(batch_time(call, calls, rank.device))
-    return _slowest(statistics.median(times[1:]), rank)
+    return _of_ranks(statistics.median(times[1:]), rank).max().item()
 
 
 def loss_times(rank: Rank) -> dict[str, float]:
@@ -200,7 +203,10 @@ def _layer_step(layer: MoE, x: Tensor, target: Tensor) -> Callable[[], Tensor]:
 
 
 def layers(rank: Rank) -> list[Layer]:
-    """Forward and backward by each transport, and without one; ``error`` is of the output."""
+    """Forward and backward by each transport, and without one.
+
+    ``error`` is the worst rank's, of the output; ``dropped`` is of all ranks.
+    """
     scale = rank.scale
     generator = torch.Generator().manual_seed(rank.group.rank())
     shape = scale.tokens, scale.hidden
@@ -225,14 +231,15 @@ def layers(rank: Rank) -> list[Layer]:
         with torch.no_grad():
             out = layer(x)[0].float()
         error = ((out - expected).norm() / expected.norm()).item()
-        dropped = 0 if layer.num_dropped is None else int(layer.num_dropped.item())
+        dropped = 0 if layer.num_dropped is None else layer.num_dropped.item()
         ms = _time(step, rank, 5 if on_gpu else 1, 7 if on_gpu else 2) / 1e3
         captured_ms = None
         # The exact transport reads the numbers of rows on the host.
         if on_gpu and name != "exact":
             captured_ms = _time(captured(step), rank, 5, 7) / 1e3
         ours = share_of_ours(step) if on_gpu else None
-        rows.append(Layer(name, ms, captured_ms, _slowest(error, rank), dropped, ours))
+        worst, lost = _of_ranks(error, rank).max().item(), int(_of_ranks(dropped, rank).sum())
+        rows.append(Layer(name, ms, captured_ms, worst, lost, ours))
     return rows
 
 
@@ -316,8 +323,8 @@ def main() -> int:
         if dist.get_rank() == 0:
             show(found)
             wrong = faults(found)
-            numbers = " and ".join(found["layer"])
-            print("\n".join(wrong) or f"the same bits on {numbers} ranks")
+            numbers = ", ".join(found["layer"])
+            print("\n".join(wrong) or f"the same bits on ranks: {numbers}")
             code = 1 if wrong else 0
             if options.json:
                 _add(options.json, device, found)
