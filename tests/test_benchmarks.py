@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -283,7 +284,11 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
         (["--device", "cuda:99"], "--device"),
         (["--json", "/nowhere/rows.json"], "--json: /nowhere/rows.json is no file"),
         (["--csv", "/"], "--csv"),
-        (["--json", "/tmp/rows", "--csv", "/tmp/rows"], "--csv: /tmp/rows is what --json writes"),
+        (["--filter", "a{999999999999}"], "--filter"),
+        (
+            ["--filter", "nothing", "--json", "/tmp/rows", "--csv", "/tmp/../tmp/rows"],
+            "--csv: /tmp/../tmp/rows is what --json writes",
+        ),
         (["--plot", __file__], "--plot"),
         (["--compare", "/nowhere"], "--compare: /nowhere is no file that --json wrote"),
         (["--compare", __file__], "--compare"),
@@ -293,14 +298,15 @@ def test_refused_arguments(arguments, said, capsys):
     with pytest.raises(SystemExit) as refused:
         __main__.main(arguments)
     assert refused.value.code == 2 and said in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"no row of a \w+ matches"):
+    with pytest.raises(SystemExit, match="no row matches --filter 'nothing' on "):
         __main__.main(["--filter", "nothing"])
 
 
 def test_a_name_of_the_table_is_a_filter():
-    name = "permute(inverse) both Qwen3-30B-A3B T8192"
-    (case,) = __main__.cases("cuda", name, False)
-    assert case[0].op == "permute(inverse)"
+    for op in ("permute(inverse)", "restore(inverse)", "weighted_restore(inverse)"):
+        name = rows.name_of(op, "both", "Qwen3-30B-A3B", 8192)
+        (case,) = __main__.cases("cuda", name, False)
+        assert case[0].op == op
 
 
 def test_charts(tmp_path):
@@ -310,15 +316,45 @@ def test_charts(tmp_path):
     assert ways <= {rows.OURS, *plots.WAYS}
     header = {"device": "d", "torch": "t", "commit": "c", "mode": "m"}
     header["ceilings"] = {"1:1": 1.0, "0:1": 1.0, "1:0": 1.0}
-    row = {"op": "aux_loss", "kind": "both", "tokens": 8, "percent": None}
-    for name, draw in (("roofline", plots.roofline), ("speedups", plots.speedups)):
-        path = tmp_path / name
-        draw({"header": header, "rows": [row | {"times": {"ours": 1.0}}]}, path)
-        assert not path.exists()
-        full = {"percent": 5.0, "read": 8, "written": 8, "gb_per_s": 1.0}
-        times = {"ours": 1.0, "eager": 30.0}
-        draw({"header": header, "rows": [row | full | {"times": times}]}, path.with_suffix(".png"))
-        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    row = {"op": "aux_loss", "kind": "both", "tokens": 8, "percent": 5.0}
+    row |= {"read": 8, "written": 8, "gb_per_s": 1.0, "times": {"ours": 1.0, "eager": 30.0}}
+    path = tmp_path / "chart.png"
+    nothing = [row | {"times": {"ours": 1.0}}], [row | {"kind": "backward"}], []
+    for of_rows in nothing:
+        assert not plots.speedups({"header": header, "rows": of_rows}, path) and not path.exists()
+    no_rate = {"header": header, "rows": [row | {"percent": None}]}
+    assert not plots.roofline(no_rate, path) and not path.exists()
+    all_ways = dict.fromkeys(plots.WAYS, 0.01) | {"ours": 1.0, "eager": 300.0}
+    result = {"header": header, "rows": [row, row | {"op": "permute", "times": all_ways}]}
+    for draw in (plots.roofline, plots.speedups):
+        assert draw(result, path) and path.read_bytes().startswith(b"\x89PNG")
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "said"),
+    [
+        (None, "o.png", "No such file"),
+        ("[", "o.png", "--plot: .*Expecting value"),
+        ("[]", "o.png", "is no file that --out wrote"),
+        ('{"rows": 3}', "o.png", "is no file that --out wrote"),
+        ("{}", "nowhere/o.png", "nowhere is no folder"),
+    ],
+)
+def test_what_a_step_cannot_plot(text, target, said, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    source = tmp_path / "step.json"
+    if text is not None:
+        source.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["step", "--plot", str(source), str(tmp_path / target)])
+    with pytest.raises(SystemExit) as refused:
+        step.main()
+    assert refused.value.code == 2 and re.search(said, capsys.readouterr().err)
+
+
+def test_ticks():
+    assert plots._ratio_ticks([1.2, 4.0]) == [0.5, 1.0, 2.0, 5.0]
+    assert plots._ratio_ticks([0.01, 300.0]) == [0.01, 0.1, 1.0, 10.0, 100.0]
 
 
 def test_quick_leaves_most_out():
@@ -469,7 +505,7 @@ def test_over_ranks(root, tmp_path):
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
-    assert "the same bits on ranks: 1, 2, 4, 8" in done.stdout
+    assert "the same bits on 1, 2, 4, 8 ranks" in done.stdout
     (found,) = json.loads(path.read_text())["runs"].values()
     digests = [values for sizes in found["bits"].values() for values in sizes.values()]
     assert len(digests) == 8 and all(values == digests[0] for values in digests)

@@ -56,7 +56,7 @@ def cases(device_type: str, pattern: str, quick: bool) -> Iterator[Case]:
                     compiled = size in family.compiled and not quick
                     tokens = SIZES[device_type][size]
                     name = name_of(family.op, kind, model.name, tokens)
-                    if pattern in name or re.search(pattern, name):
+                    if pattern == name or re.search(pattern, name):
                         yield family, model, tokens, kind, compiled
 
 
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--filter", default="", help="rows whose name holds it, as it is or as a regular expression"
+        "--filter", default="", help="a regular expression that names hold, or a row's name"
     )
     parser.add_argument("--quick", action="store_true", help="one model, under a minute")
     parser.add_argument(
@@ -88,7 +88,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         re.compile(options.filter)
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         parser.error(f"--filter: {error}")
     if not 0 <= options.threshold < float("inf"):
         parser.error(f"--threshold: expected per cent from 0, got {options.threshold}")
@@ -96,7 +96,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         path = getattr(options, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             parser.error(f"--{name}: {path} is no file in a folder that exists")
-    if options.json is not None and options.json == options.csv:
+    if options.json and options.csv and options.json.resolve() == options.csv.resolve():
         parser.error(f"--csv: {options.csv} is what --json writes")
     if options.plot is not None:
         if options.plot.exists() and not options.plot.is_dir():
@@ -134,8 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     device, old = options.device, options.old
     chosen = list(cases(device.type, options.filter, options.quick))
     if not chosen:
-        quick = " --quick" if options.quick else ""
-        raise SystemExit(f"no row of a {device.type}{quick} matches --filter {options.filter!r}")
+        where = f"{device.type} with --quick" if options.quick else device.type
+        raise SystemExit(f"no row matches --filter {options.filter!r} on {where}")
     stream = None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -167,8 +167,10 @@ def main(arguments: list[str] | None = None) -> int:
 
         options.plot.mkdir(parents=True, exist_ok=True)
         result = {"header": header, "rows": records}
-        plots.roofline(result, options.plot / "roofline.png")
-        plots.speedups(result, options.plot / "speedups.png")
+        for draw in (plots.roofline, plots.speedups):
+            path = options.plot / f"{draw.__name__}.png"
+            if not draw(result, path):
+                print(f"{path} is not drawn: no row for it")
     wrong = any(row.left_out.get(OURS, "").startswith("wrong") for row in rows)
     if old is not None:
         lines, worse = report.compare(records, old, options.threshold)

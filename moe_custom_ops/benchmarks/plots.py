@@ -1,11 +1,14 @@
 """Two charts of a file of rows: rates under the ceilings, and speed-ups."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from .rows import BOTH, COMPILED, EAGER, FORWARD, OURS, OURS_COMPILED
 
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:cyan")
+COLOURS = [
+    f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "cyan", "pink")
+]
 # In the order of their marks, by which a way looks alike in every chart.
 WAYS = {
     EAGER: "eager PyTorch",
@@ -17,7 +20,6 @@ WAYS = {
     "DeepSpeed": "DeepSpeed",
     "TransformerEngine": "TransformerEngine",
 }
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 def _caption(header: dict[str, Any]) -> str:
@@ -26,16 +28,24 @@ def _caption(header: dict[str, Any]) -> str:
     )
 
 
-def roofline(result: dict[str, Any], path: Path) -> None:
+def _ratio_ticks(ratios: list[float]) -> list[float]:
+    """1, 2, 5, 10 and so on around the ratios; the powers of ten alone of many."""
+    low, high = min(0.5, *ratios), max(2.0, *ratios)
+    ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low / 2 < tick < 2 * high]
+    return ticks if len(ticks) < 12 else [x for x in ticks if math.log10(x).is_integer()]
+
+
+def roofline(result: dict[str, Any], path: Path) -> bool:
     """Every row's rate by the bytes it must move: what is small is bound by its launches.
 
-    Of rows without a rate, as of layers, there is no chart.
+    Whether it was drawn: not of rows without a rate, as of layers.
     """
     import matplotlib.pyplot as plt
 
     rows = [row for row in result["rows"] if row["percent"] is not None]
     if not rows:
-        return
+        return False
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     ops = list(dict.fromkeys(row["op"].split("(")[0] for row in rows))
     for place, op in enumerate(ops):
@@ -59,25 +69,27 @@ def roofline(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(_caption(result["header"]), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+    return True
 
 
-def speedups(result: dict[str, Any], path: Path) -> None:
+def speedups(result: dict[str, Any], path: Path) -> bool:
     """How many times as long other ways take as ours, a mark for each model.
 
     At the most tokens of the ops that copy hidden states, or of all where there are none; forward
-    and backward, or forward where there is no gradient. Without another way there is no chart.
+    and backward, or forward where there is no gradient. Whether it was drawn: not without such rows
+    of ours and another way.
     """
     import matplotlib.pyplot as plt
 
     timed = [row for row in result["rows"] if OURS in row["times"] and len(row["times"]) > 1]
-    if not timed:
-        return
     losses = {"aux_loss", "sequence_aux_loss"}
     wide = [row for row in timed if row["op"] not in losses]
-    tokens = max(row["tokens"] for row in wide or timed)
+    tokens = max((row["tokens"] for row in wide or timed), default=0)
     rows = [row for row in timed if row["tokens"] == tokens]
     with_both = {row["op"] for row in rows if row["kind"] == BOTH}
     rows = [row for row in rows if row["kind"] == (BOTH if row["op"] in with_both else FORWARD)]
+    if not rows:
+        return False
     ops = list(dict.fromkeys(row["op"] for row in rows))[::-1]
     figure, axes = plt.subplots(figsize=(7.5, 1.7 + 0.3 * len(ops)), layout="constrained")
     height: dict[tuple[str, str], float] = {}
@@ -108,13 +120,13 @@ def speedups(result: dict[str, Any], path: Path) -> None:
     axes.set_yticks(range(len(ops)), names, fontsize=8)
     axes.set_xscale("log")
     ratios = [row["times"][way] / row["times"][OURS] for row in rows for way in row["times"]]
-    low, high = min(0.5, *ratios), max(2.0, *ratios)
-    ticks = [tick for tick in TICKS if low / 2 < tick < 2 * high]
-    axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
+    ticks = _ratio_ticks(ratios)
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.grid(axis="x", linewidth=0.3)
-    axes.set_xlabel(f"time over ours, forward and backward, {tokens} tokens; a mark per model")
+    axes.set_xlabel(f"time over ours, {tokens} tokens, forward and backward; a mark per model")
     figure.legend(fontsize=7, loc="outside lower center", ncols=4)
     figure.suptitle(_caption(result["header"]), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+    return True

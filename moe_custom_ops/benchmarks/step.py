@@ -263,10 +263,17 @@ def run_command(
         parser.add_argument(f"--{option}", type=positive, default=default, help=text)
     options = parser.parse_args()
     if options.plot:
+        source, target = options.plot
         try:
-            plot(json.loads(options.plot[0].read_text()), options.plot[1])
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"--plot: {options.plot[0]} is no file of --out: {error!r}")
+            result = json.loads(source.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--plot: {source}: {error}")
+        if not target.parent.is_dir():
+            parser.error(f"--plot: {target.parent} is no folder")
+        try:
+            plot(result, target)
+        except (AttributeError, KeyError, TypeError):
+            parser.error(f"--plot: {source} is no file that --out wrote")
         return
     if not torch.cuda.is_available():
         raise SystemExit("these times need an NVIDIA GPU, and none is visible")

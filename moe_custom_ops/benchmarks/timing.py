@@ -113,7 +113,7 @@ def orders(names: Sequence[str]) -> Iterator[list[str]]:
     """Orders of turns, without end: the rows of balanced Latin squares (E. J. Williams, 1949).
 
     In as many as there are names each has each place once. In twice as many (in as many, if that is
-    even) each comes as often right behind every other.
+    even) each comes, within an order, as often right behind every other.
     """
     size = len(names)
     zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(size)]
