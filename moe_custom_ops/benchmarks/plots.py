@@ -10,16 +10,18 @@ COLOURS = [
     f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "cyan", "pink")
 ]
 # In the order of their marks, by which a way looks alike in every chart.
-WAYS = {
-    EAGER: "eager PyTorch",
-    COMPILED: "torch.compile of it",
-    OURS_COMPILED: OURS_COMPILED,
-    "indexing": "indexing",
-    "scatter_add": "scatter_add",
-    "bmm": "bmm",
-    "DeepSpeed": "DeepSpeed",
-    "TransformerEngine": "TransformerEngine",
-}
+WAYS = (
+    EAGER,
+    COMPILED,
+    OURS_COMPILED,
+    "indexing",
+    "scatter_add",
+    "bmm",
+    "DeepSpeed",
+    "TransformerEngine",
+)
+MARKERS = "osD^vPX*"
+LABELS = {EAGER: "eager PyTorch", COMPILED: "torch.compile of it"}
 
 
 def _caption(header: dict[str, Any]) -> str:
@@ -93,13 +95,13 @@ def speedups(result: dict[str, Any], path: Path) -> bool:
     ops = list(dict.fromkeys(row["op"] for row in rows))[::-1]
     figure, axes = plt.subplots(figsize=(7.5, 1.7 + 0.3 * len(ops)), layout="constrained")
     height: dict[tuple[str, str], float] = {}
-    for op in ops:
+    for line, op in enumerate(ops):
         taken = {way for row in rows if row["op"] == op for way in row["times"]}
         ways = [way for way in WAYS if way in taken]
-        step = min(0.2, 0.8 / max(len(ways), 1))
         for place, way in enumerate(ways):
-            height[op, way] = ops.index(op) - step * (place - (len(ways) - 1) / 2)
-    for place, (way, label) in enumerate(WAYS.items()):
+            step = min(0.2, 0.8 / len(ways))
+            height[op, way] = line - step * (place - (len(ways) - 1) / 2)
+    for way, colour, marker in zip(WAYS, COLOURS, MARKERS, strict=True):
         own = [row for row in rows if way in row["times"]]
         if not own:
             continue
@@ -107,9 +109,9 @@ def speedups(result: dict[str, Any], path: Path) -> bool:
             [row["times"][way] / row["times"][OURS] for row in own],
             [height[row["op"], way] for row in own],
             s=14,
-            label=label,
-            color=COLOURS[place % len(COLOURS)],
-            marker="osD^vPX*"[place],
+            label=LABELS.get(way, way),
+            color=colour,
+            marker=marker,
             alpha=0.8,
         )
     axes.axvline(1.0, color="black", linewidth=0.8)
