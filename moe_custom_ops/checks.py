@@ -45,7 +45,10 @@ def type_(condition: bool, op: str, argument: str, expected: str, got: object) -
 
 
 def _type_name(thing: object) -> str:
-    kind = type(thing)
+    return name_of(type(thing))
+
+
+def name_of(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
@@ -112,6 +115,12 @@ def same_shape(
 def rank(op: str, argument: str, tensor: Tensor, expected: str) -> None:
     """``expected`` is a shape written like ``[tokens, columns]``; only its rank is checked."""
     shape(op, argument, tensor, expected, tensor.dim() == expected.count(",") + 1)
+
+
+def count(op: str, name: str, size: int) -> None:
+    """Of rows or assignments, whose numbers are int32."""
+    expected = "fewer than 2^31" if "*" in name else "of fewer than 2^31 rows or assignments"
+    value(size < 2**31, op, name, expected, size)
 
 
 def supported_device(op: str, argument: str, tensor: Tensor) -> None:

@@ -7,12 +7,6 @@ may pick its order by device, build or number of threads.
 import torch
 from torch import Tensor
 
-MAX_TILE_TOKENS = 512
-MIN_TILE_TOKENS = 8
-TILE_ELEMENTS = 8192
-# The finest chunk of columns that a kernel cuts a tile into; it bounds the workspace.
-MIN_CHUNK_COLUMNS = 64
-
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
@@ -31,46 +25,6 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     while x.shape[0] > 1:
         x = x[0::2] + x[1::2]
     return x[0]
-
-
-def tile_tokens(num_columns: int) -> int:
-    """Tokens per tile: a power of two that depends on the number of columns alone.
-
-    Written as comparisons so that a symbolic number of columns is bounded, not fixed, by it.
-    """
-    tokens = MAX_TILE_TOKENS
-    while tokens > MIN_TILE_TOKENS and tokens * num_columns > TILE_ELEMENTS:
-        tokens //= 2
-    return tokens
-
-
-def num_tiles(num_tokens: int, num_columns: int) -> int:
-    tokens = tile_tokens(num_columns)
-    return (num_tokens + tokens - 1) // tokens
-
-
-def max_chunks(num_columns: int) -> int:
-    """The most chunks, a power of two, that a kernel cuts the columns of a tile into."""
-    chunks = 1
-    while chunks * MIN_CHUNK_COLUMNS < num_columns:
-        chunks *= 2
-    return chunks
-
-
-def tile_sums(probs: Tensor, counts: Tensor, token_mask: Tensor | None = None) -> Tensor:
-    """sum_c counts[c] * sum_{t in tile} probs[t, c] for each tile of [T, columns]: [tiles].
-
-    A sum over the tokens of the tile, times the counts, then a sum over the columns. Masked tokens
-    keep their place in the tile and add zero, whatever they hold.
-    """
-    num_tokens, num_columns = probs.shape
-    dtype = accumulator_dtype(probs.dtype)
-    tiles, tokens = num_tiles(num_tokens, num_columns), tile_tokens(num_columns)
-    if token_mask is not None:
-        probs = torch.where(token_mask[:, None], probs, 0.0)
-    x = torch.nn.functional.pad(probs.to(dtype), (0, 0, 0, tiles * tokens - num_tokens))
-    column_sums = tree_sum(x.view(tiles, tokens, num_columns), dim=1)
-    return tree_sum(column_sums * counts.to(dtype), dim=1)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

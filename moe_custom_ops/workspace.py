@@ -76,10 +76,10 @@ def apart(op: str, workspace: Tensor | None, **inputs: Tensor | None) -> None:
     checks.value(False, op, "workspace", "apart from the inputs", f"one that overlaps {name}")
 
 
-def resolve(op: str, workspace: Tensor | None, num_bytes: int, like: Tensor) -> Tensor:
-    """The caller's workspace, checked, or a fresh one on the device of ``like``."""
+def check(op: str, workspace: Tensor | None, num_bytes: int, like: Tensor) -> None:
+    """Raise unless a caller's workspace will do for a call on the device of ``like``."""
     if workspace is None:
-        return like.new_empty(num_bytes, dtype=torch.uint8)
+        return
     checks.dtype(op, "workspace", workspace, (torch.uint8,))
     checks.rank(op, "workspace", workspace, "[num_bytes]")
     checks.same_device(op, "workspace", workspace, like, "its inputs")
@@ -100,22 +100,18 @@ def resolve(op: str, workspace: Tensor | None, num_bytes: int, like: Tensor) -> 
         f"at least {num_bytes} bytes long",
         f"{workspace.shape[0]} bytes",
     )
-    return workspace
-
-
-def scratch(op: str, workspace: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """The first ``num_elements`` of ``workspace`` as ``dtype``, within its bounds.
-
-    The inner ops call this on whatever they are given, since anyone can call them with any scratch.
-    """
-    num_bytes = num_elements * dtype.itemsize
-    resolve(op, workspace, num_bytes, workspace)
-    if num_bytes:
+    # Of a tensor that has one: anyone can call the inner ops with any scratch.
+    extent = _extent(workspace)
+    if extent is not None:
         checks.value(
-            workspace.data_ptr() % ALIGNMENT == 0,
+            extent[0] % ALIGNMENT == 0,
             op,
             "workspace",
             f"aligned to {ALIGNMENT} bytes",
-            f"address {workspace.data_ptr():#x}",
+            f"address {extent[0]:#x}",
         )
-    return workspace[:num_bytes].view(dtype)
+
+
+def view(workspace: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """The first ``num_elements`` of a workspace, which was checked, as ``dtype``."""
+    return workspace[: num_elements * dtype.itemsize].view(dtype)

@@ -1,4 +1,6 @@
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,12 +31,8 @@ def kernel_device() -> str:
 @pytest.fixture
 def launched(kernel_device, monkeypatch):
     """Names of the kernels launched, in order; the direct path is open on ``kernel_device``."""
-    from moe_custom_ops import direct
-    from moe_custom_ops.aux_loss import direct as aux
-    from moe_custom_ops.expert_permutation import direct as permutation
-    from moe_custom_ops.sequence_aux_loss import direct as sequence
-    from moe_custom_ops.triton_common import Launch
-    from moe_custom_ops.weighted_restore import direct as restore
+    from moe_custom_ops import op
+    from moe_custom_ops.launch import Launch
 
     names = []
     launch = Launch.__call__
@@ -44,15 +42,19 @@ def launched(kernel_device, monkeypatch):
         return launch(self, *first)
 
     monkeypatch.setattr(Launch, "__call__", spy)
-    monkeypatch.setattr(direct, "CUDA", kernel_device == "cuda")
-    for room in (aux, permutation, restore, sequence):
-        monkeypatch.setattr(room, "_PLANS", direct.Plans())
-    monkeypatch.setattr(restore, "_PERMUTE_PLANS", direct.Plans())
-    monkeypatch.setattr(restore, "_INVERSIONS", direct.Plans())
-    monkeypatch.setattr(restore, "_SCORES_PLANS", direct.Plans())
-    monkeypatch.setattr(permutation, "_MAP_PLANS", direct.Plans())
-    monkeypatch.setattr(permutation, "_COUNTS_PLANS", direct.Plans())
+    monkeypatch.setattr(op, "CUDA", kernel_device == "cuda")
+    monkeypatch.setattr(op, "PLANS", op.Plans())
     return names
+
+
+@contextmanager
+def dispatched() -> Iterator[None]:
+    """Nothing inside goes past the dispatcher, and no gradient comes from a kernel."""
+    from moe_custom_ops import op
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "_is_plain_mode", lambda: False)
+        yield
 
 
 @pytest.fixture

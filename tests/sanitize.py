@@ -13,26 +13,19 @@ from unittest import mock
 import torch
 
 import moe_custom_ops as m
-from moe_custom_ops import direct, triton_common
-from moe_custom_ops.aux_loss import kernels as aux_kernels
-from moe_custom_ops.aux_loss import ops as aux
-from moe_custom_ops.expert_permutation import kernels as permutation_kernels
-from moe_custom_ops.sequence_aux_loss import kernels as sequence_kernels
-from moe_custom_ops.sequence_aux_loss import ops as sequence
+from moe_custom_ops import op as calls
+from moe_custom_ops import triton_common
+from moe_custom_ops.launch import Launch
+from moe_custom_ops.losses import kernels as losses_kernels
+from moe_custom_ops.losses import plans as losses_plans
+from moe_custom_ops.permutation import kernels as permutation_kernels
+from moe_custom_ops.permutation import plans as permutation_plans
+from moe_custom_ops.rows import kernels as rows_kernels
+from moe_custom_ops.rows import plans as rows_plans
 from moe_custom_ops.testing import assert_same_bits, make_assignments, make_probs
-from moe_custom_ops.weighted_restore import inverse_kernels, inverse_ops
-from moe_custom_ops.weighted_restore import kernels as restore_kernels
-from moe_custom_ops.weighted_restore import ops as restore
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-MODULES = (
-    triton_common,
-    aux_kernels,
-    permutation_kernels,
-    sequence_kernels,
-    restore_kernels,
-    inverse_kernels,
-)
+MODULES = triton_common, losses_kernels, permutation_kernels, rows_kernels
 GENERATOR = torch.Generator().manual_seed(0)
 FEW_ROWS = ", few rows"
 
@@ -45,14 +38,14 @@ def kernel_names():
 
 def watch_launches():
     launched = Counter()
-    launch = triton_common.Launch.__call__
+    launch = Launch.__call__
 
     def spy(self, *first):
         few = self.options.get("LOADS") == 1 or self.options.get("COMPACT", False)
         launched[self.kernel.fn.__name__ + FEW_ROWS * few] += self.grid[0] > 0
         return launch(self, *first)
 
-    triton_common.Launch.__call__ = spy
+    Launch.__call__ = spy
     return launched
 
 
@@ -77,7 +70,8 @@ def check(name, leaves=(), defined=True, **call):
     ``defined`` is whether the arguments have a result that is promised, and not only bounds.
     """
     op = getattr(torch.ops.moe, name)
-    expected = results_and_gradients(op, call, leaves)
+    with mock.patch.object(calls, "_is_plain_mode", lambda: False):
+        expected = results_and_gradients(op, call, leaves)
     for function in [getattr(m, name)] + [op] * (DEVICE == "cuda"):
         actual = results_and_gradients(function, moved(call, DEVICE), leaves)
         if defined:
@@ -199,7 +193,7 @@ def restores():
 def few_rows():
     """Of many tokens, as on one rank of many: the restores then leave out what has no row."""
     num_tokens = 23
-    with mock.patch.object(restore_kernels, "enough_programs", lambda device: num_tokens // 3):
+    with mock.patch.object(rows_plans, "enough_programs", lambda device: num_tokens // 3):
         for topk, hidden, dtype in ((3, 33, torch.bfloat16), (5, 260, torch.float32)):
             scores, order = make_assignments(num_tokens, topk, 16)
             tokens = torch.randn(num_tokens, hidden, generator=GENERATOR).to(dtype)
@@ -218,7 +212,7 @@ def few_rows():
 
 def many_assignments():
     """More than are inverted by one launch, and than one step of a scan adds."""
-    count = 2 * inverse_kernels.INVERT_AT_ONCE + 3
+    count = 2 * permutation_plans.INVERT_AT_ONCE + 3
     order = torch.randperm(count, generator=GENERATOR)
     check("inverse_permutation", token_indices_sorted=order, num_tokens=count, topk=1)
     order[::3] = random_bits(order[::3].shape)
@@ -228,34 +222,43 @@ def many_assignments():
 
 
 def scratch_of_garbage():
-    """The inner ops, which anyone may call with any scratch and any slots."""
+    """What the inner ops run, which anyone may call with any scratch and any slots."""
     scores, order = make_assignments(33, 3, 8, alignment=4)
-    rows = torch.randn(order.shape[0], 130)
+    rows, grad = torch.randn(order.shape[0], 130), torch.randn(33, 130)
     size = m.weighted_restore_workspace_size(33, 3)
-    r, s, o, g = (x.to(DEVICE) for x in (rows, scores, order, torch.randn(33, 130)))
+    r, s, o, g = (x.to(DEVICE) for x in (rows, scores, order, grad))
+    restore = calls.registered(rows_plans.restore, 6, 2)
+    backward = calls.registered(rows_plans.restore_backward, 5, 1)
+    scores_to_rows = calls.registered(rows_plans.scores_to_rows, 3)
+    rows_to_scores = calls.registered(rows_plans.rows_to_scores, 3)
+    expected = torch.ops.moe.restore_forward(rows, scores, order, None, 0, 0)
     for garbage in (random_bits((size,), torch.uint8), torch.full((size,), 255, dtype=torch.uint8)):
-        workspace = garbage.to(DEVICE)
-        out, slots = restore._restore_gather_cuda(r, s, o, None, workspace, [33, 3])
-        expected = restore.restore_gather(rows, scores, order, None, garbage, [33, 3])
-        compare([out, slots], expected, "restore_gather")
+        results = restore(r, s, o, None, None, garbage.to(DEVICE), 0, 0)
+        compare(results, expected, "restore_forward_in")
         bad = garbage[: 33 * 3 * 4].view(torch.int32).view(33, 3)
         on_device = bad.to(DEVICE)
-        restore._restore_backward_cuda(g, r, s, o, on_device, True)
-        restore._restore_backward_cuda(g, None, None, o, on_device, True)
-        of_rows = inverse_ops._scores_to_rows_cuda(s, o, on_device)
-        inverse_ops._rows_to_scores_cuda(of_rows, o, on_device)
-    probs, counts = (x.to(DEVICE) for x in make_probs(130, 33))
-    garbage = random_bits((aux.aux_loss_workspace_size(130, 33),), torch.uint8).to(DEVICE)
-    aux._aux_loss_from_tile_sums_cuda(probs, counts, None, None, 9, 33, 2, 0.1, garbage)
-    ends = random_bits((8,)).to(DEVICE)
-    counts = torch.rand(7, 33, device=DEVICE)
-    size = sequence.sequence_aux_loss_workspace_size(130, 7, 33)
+        backward(g, r, s, o, on_device, True)
+        backward(g, None, None, o, on_device, True)
+        of_rows = scores_to_rows(s, o, on_device)
+        rows_to_scores(of_rows, o, on_device)
+    probs, counts = make_probs(130, 33)
+    garbage = random_bits((m.aux_loss_workspace_size(130, 33),), torch.uint8).to(DEVICE)
+    aux_loss = calls.registered(losses_plans.aux_loss, 6, 3)
+    results = aux_loss(
+        probs.to(DEVICE), counts.to(DEVICE), None, None, None, garbage, 33, 2, 0.1, 9
+    )
+    rest = (None, None, None, 33, 2, 0.1, 9)
+    compare(results, torch.ops.moe.aux_loss_forward(probs, counts, *rest), "aux_loss_forward_in")
+    ends, counts = random_bits((8,)).to(DEVICE), torch.rand(7, 33, device=DEVICE)
+    size = m.sequence_aux_loss_workspace_size(130, 7, 33)
     garbage = random_bits((size,), torch.uint8).to(DEVICE)
-    sequence._sequence_aux_loss_from_tile_sums_cuda(probs, counts, ends, None, 2, 0.1, garbage)
+    sequence_aux_loss = calls.registered(losses_plans.sequence_aux_loss, 7, 2)
+    inputs = probs.to(DEVICE), counts, ends
+    sequence_aux_loss(*inputs, None, None, None, garbage, 2, 0.1)
 
 
 def main():
-    direct.CUDA = DEVICE == "cuda"
+    calls.CUDA = DEVICE == "cuda"
     launched = watch_launches()
     for part in (
         aux_losses, sequence_losses, orders, restores, few_rows, many_assignments,

@@ -102,7 +102,8 @@ def checkpointed(*arguments):
 def test_a_workspace_in_an_eager_checkpointed_region():
     """The forward is run again in the backward, between other calls that write the workspace.
 
-    One among the checkpoint's arguments is kept as an activation, and PyTorch sees it written to.
+    One among the checkpoint's arguments is kept as an activation: PyTorch does not mind that our
+    ops write it, but sees that others do.
     """
     inputs, workspace = inputs_of_two_layers(), make_workspace(2**14)
     expected = results_and_gradients(two_layers, inputs)
@@ -113,8 +114,9 @@ def test_a_workspace_in_an_eager_checkpointed_region():
 
     spoil = lambda: workspace.fill_(255)  # noqa: E731
     check(results_and_gradients(region, inputs, before_backward=spoil), expected)
+    check(results_and_gradients(checkpointed, inputs, workspace), expected)
     with pytest.raises(RuntimeError, match=WRITTEN_TO):
-        results_and_gradients(checkpointed, inputs, workspace)
+        results_and_gradients(checkpointed, inputs, workspace, before_backward=spoil)
 
 
 def test_a_workspace_in_a_compiled_checkpointed_region():
@@ -220,7 +222,7 @@ def test_a_workspace_that_overlaps_an_input_is_refused(function, call, name):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("function", "call", "name"), list(overlaps()))
-def test_so_it_is_by_the_direct_path(function, call, name, launched, kernel_device):
+def test_so_it_is_past_the_dispatcher(function, call, name, launched, kernel_device):
     """Where the plan of another call has the same signature."""
     bad, good = overlap(call, name, kernel_device)
     function(**good)
@@ -298,20 +300,20 @@ def test_the_strides_of_the_fake(device):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("op", ["direct", "torch.ops.moe"])
-def test_the_first_call_inside_a_capture(op, root):
+@pytest.mark.parametrize("way", ["past the dispatcher", "torch.ops.moe"])
+def test_the_first_call_inside_a_capture(way, root):
     """A kernel was compiled, or its module loaded, by a call that a capture forbids."""
     run_python(
         f"""
 import torch
-import moe_custom_ops as m
+import moe_custom_ops.op
 from tests.test_compiler_traps import check, inputs_of_two_layers, results_and_gradients, two_layers
-op = {op!r}
+way = {way!r}
 inputs = inputs_of_two_layers()
 expected = results_and_gradients(two_layers, inputs)
-if op != "direct":
+if way == "torch.ops.moe":
     # Nothing is plain, so every call takes the dispatcher.
-    m.direct._is_plain_mode = lambda: False
+    moe_custom_ops.op._is_plain_mode = lambda: False
 side = torch.cuda.Stream()
 with torch.cuda.stream(side):
     own = [x.detach().cuda().requires_grad_(x.requires_grad) for x in inputs]

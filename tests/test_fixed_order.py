@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moe_custom_ops.fixed_order import next_power_of_2, num_tiles, tile_tokens, tree_sum
+from moe_custom_ops.fixed_order import next_power_of_2, tree_sum
 from moe_custom_ops.testing import assert_same_bits, assert_within, canonical_bits
 
 
@@ -61,9 +61,3 @@ def test_the_budget_refuses_an_error_a_nan_and_a_zero():
             assert_within(wrong, x.double(), x, roundings=1)
     with pytest.raises(AssertionError, match="a result of zero would pass"):
         assert_within(x * 1e-30, x * 1e-30, x, roundings=1)
-
-
-def test_a_tile_is_a_power_of_two_that_the_columns_alone_decide():
-    tiles = {columns: tile_tokens(columns) for columns in (1, 8, 16, 17, 64, 65, 256, 512, 4096)}
-    assert list(tiles.values()) == [512, 512, 512, 256, 128, 64, 32, 16, 8]
-    assert [num_tiles(n, 64) for n in (0, 1, 128, 129)] == [0, 1, 1, 2]

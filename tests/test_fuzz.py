@@ -9,10 +9,10 @@ import torch
 import moe_custom_ops
 from moe_custom_ops import checks
 from moe_custom_ops import workspace as workspaces
-from moe_custom_ops.aux_loss import ops as aux
+from moe_custom_ops.losses import ops as losses
+from moe_custom_ops.rows import reference as rows_reference
 from moe_custom_ops.testing.fuzz import Call, properties
 from moe_custom_ops.testing.fuzz.properties import HAS_KERNELS, INTERPRETED
-from moe_custom_ops.weighted_restore import reference as restore_reference
 from tests.test_imports import run_python
 
 pytest.importorskip("hypothesis")
@@ -135,10 +135,6 @@ def zeroed(function):
     return lambda *arguments: torch.zeros_like(function(*arguments))
 
 
-def unchecked(function):
-    return lambda *arguments: arguments[1]
-
-
 def silent(function):
     return lambda *arguments: None
 
@@ -163,28 +159,28 @@ def scribbling(function):
 
 def launching(function):
     def wrong(*arguments):
-        torch.ops.moe.inverse(torch.arange(3), [3, 1])
+        torch.ops.moe.inverse(torch.arange(3), 3, 1)
         return function(*arguments)
 
     return wrong
 
 
 FAULTS = [
-    ("permute", VALID, restore_reference, "grad_rows", off_by_one_ulp),
-    ("weighted_restore", VALID, restore_reference, "weighted_restore", last_row_unwritten),
-    ("restore", VALID, restore_reference, "weighted_restore", writing),
-    ("weighted_restore", VALID, restore_reference, "grad_scores", zeroed),
-    ("aux_loss", VALID, aux, "grad_row", zeroed),
-    ("aux_loss", INVALID, workspaces, "resolve", unchecked),
-    ("aux_loss", INVALID, workspaces, "resolve", scribbling),
+    ("permute", VALID, rows_reference, "grad_rows", off_by_one_ulp),
+    ("weighted_restore", VALID, rows_reference, "weighted_restore", last_row_unwritten),
+    ("restore", VALID, rows_reference, "weighted_restore", writing),
+    ("weighted_restore", VALID, rows_reference, "grad_scores", zeroed),
+    ("aux_loss", VALID, losses, "grad_rows", zeroed),
+    ("aux_loss", INVALID, workspaces, "check", silent),
+    ("aux_loss", INVALID, workspaces, "check", scribbling),
     ("weighted_restore", INVALID, checks, "same_device", silent),
 ]
 if not HAS_KERNELS:
-    FAULTS.append(("permute", INVALID, workspaces, "resolve", launching))
+    FAULTS.append(("permute", INVALID, workspaces, "check", launching))
 # Which only a comparison of bits can find.
 ULPS = [
-    ("weighted_restore", VALID, restore_reference, "weighted_restore", off_by_one_ulp),
-    ("weighted_restore", VALID, restore_reference, "grad_scores", off_by_one_ulp),
+    ("weighted_restore", VALID, rows_reference, "weighted_restore", off_by_one_ulp),
+    ("weighted_restore", VALID, rows_reference, "grad_scores", off_by_one_ulp),
 ]
 if HAS_KERNELS:
     FAULTS = ULPS if INTERPRETED else FAULTS + ULPS
@@ -250,7 +246,7 @@ def test_the_command_reports(capsys):
 
 @once
 def test_the_command_reports_a_failure(capsys, monkeypatch):
-    monkeypatch.setattr(restore_reference, "grad_rows", zeroed(restore_reference.grad_rows))
+    monkeypatch.setattr(rows_reference, "grad_rows", zeroed(rows_reference.grad_rows))
     assert main(["--examples", "100", "--ops", "permute"]) == 1
     out = capsys.readouterr().out
     assert "1 ops failed" in out and "check('permute', call" in out

@@ -6,8 +6,13 @@ import subprocess
 import pytest
 import torch
 
-from moe_custom_ops import fixed_order
+from moe_custom_ops import launch as launching
 from moe_custom_ops.backend import as_bytes, float64_bits
+from moe_custom_ops.losses import plans as losses
+from moe_custom_ops.losses.reference import num_tiles
+from moe_custom_ops.permutation import plans as orders
+from moe_custom_ops.permutation import reference
+from moe_custom_ops.rows import plans
 from moe_custom_ops.testing import make_assignments, make_probs
 from tests.conftest import INTERPRETED
 
@@ -66,8 +71,6 @@ def compile_launch(capability, kernel, args, options):
 @pytest.fixture(params=[80, 90])
 def ptx(request, monkeypatch):
     """What the launches of a test compile to, by kernel name."""
-    from moe_custom_ops import triton_common
-
     compiled = {}
 
     def capture(kernel, grid):
@@ -85,7 +88,7 @@ def ptx(request, monkeypatch):
         return run
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "__getitem__", capture, raising=False)
-    monkeypatch.setattr(triton_common, "_can_overlap", lambda device: request.param >= 90)
+    monkeypatch.setattr(launching, "_can_overlap", lambda device: request.param >= 90)
     yield compiled
     assert compiled
 
@@ -140,20 +143,16 @@ def test_all_loads_of_a_tile_are_on_their_way(
     num_experts, stride, num_tokens, dtype, ptx, tmp_path, monkeypatch
 ):
     """What a thread has loaded and not added yet is in registers: fewer are fewer loads."""
-    from moe_custom_ops import triton_common
-    from moe_custom_ops.aux_loss import kernels as aux
-    from moe_custom_ops.sequence_aux_loss import kernels as sequence
-
-    monkeypatch.setattr(triton_common, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launching, "_multiprocessors", lambda device: 132)
     probs = torch.empty(num_tokens, stride, dtype=dtype)[:, :num_experts]
     batch = probs.view(2, -1, num_experts)
     counts, partials = torch.empty(2, num_experts), torch.empty(1)
-    launch = aux.tile_sums(probs, counts[0], None)
+    launch = losses.aux_tile_sums(probs, counts[0], None)
     launch(probs, counts[0], None, partials)
     given = launch.options
     loads = given["BLOCK_T"] * given["BLOCK_C"] * dtype.itemsize // (128 * given["num_warps"])
-    num_slots = 2 * fixed_order.num_tiles(num_tokens // 2, num_experts)
-    launch = sequence.tile_sums(batch, counts, None, None, num_slots)
+    num_slots = 2 * num_tiles(num_tokens // 2, num_experts)
+    launch = losses.sequence_tile_sums(batch, counts, None, None, num_slots)
     launch(batch, counts, None, None, partials, torch.empty(1, dtype=torch.int32))
     assert len(ptx) == 2
     for name, code in ptx.items():
@@ -167,20 +166,17 @@ def test_all_loads_of_a_tile_are_on_their_way(
 @pytest.mark.parametrize("shape", [(1000, 8), (300, 64), (300, 256), (100, 2304)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_aux_loss(dtype, shape, masked, ptx):
-    from moe_custom_ops.aux_loss import kernels
-
     probs, counts = make_probs(*shape, dtype=dtype)
     mask = torch.ones(shape[0], dtype=torch.bool) if masked else None
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    count = kernels.num_partials(*shape)[1]
+    count = losses.num_partials(*shape)[1]
     partials, scale = torch.empty(count, dtype=acc), torch.empty((), dtype=acc)
-    kernels.tile_sums(probs, counts, mask)(probs, counts, as_bytes(mask), partials)
+    losses.aux_tile_sums(probs, counts, mask)(probs, counts, as_bytes(mask), partials)
     total = torch.tensor(5) if masked else None
-    add_tiles = kernels.loss_from_tile_sums(count, acc, probs.device)
-    add_tiles(partials, total, scale, scale if masked else None, float64_bits(0.1))
-    rows = torch.empty(shape[1], dtype=dtype)
-    given = scale if masked else None
-    kernels.grad_rows(counts)(scale, given, counts, rows, float64_bits(0.1))
+    add_tiles = losses.aux_from_tile_sums(count, acc, probs.device)
+    add_tiles(partials, total, scale, scale, float64_bits(0.1))
+    given = scale, scale, counts
+    losses.grad_rows(*given, probs.shape, dtype, not masked)(*given)
     assert set(ptx) == {
         "_aux_loss_tile_sums_kernel",
         "_aux_loss_from_tile_sums_kernel",
@@ -196,8 +192,6 @@ def test_aux_loss(dtype, shape, masked, ptx):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_experts", [64, 256])
 def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
-    from moe_custom_ops.sequence_aux_loss import kernels
-
     probs, _ = make_probs(120, num_experts, dtype=dtype)
     probs = probs if packed else probs.view(3, 40, num_experts)
     counts = torch.ones(3, num_experts)
@@ -205,15 +199,15 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
     mask = torch.ones(probs.shape[:-1], dtype=torch.bool) if masked else None
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     partials, lengths = torch.empty(3, dtype=acc), torch.empty(3, dtype=torch.int32)
-    sum_tiles = kernels.tile_sums(probs, counts, ends, mask, 3)
+    sum_tiles = losses.sequence_tile_sums(probs, counts, ends, mask, 3)
     sum_tiles(probs, counts, ends, as_bytes(mask), partials, lengths)
     sums, scales, loss = (torch.empty(3, dtype=acc) for _ in range(3))
     long = torch.empty(3, dtype=torch.int64)
-    add_slots, add_sequences = kernels.loss_from_tile_sums(probs, counts, ends, 3)
+    add_slots, add_sequences = losses.sequence_from_tile_sums(probs, counts, ends, 3)
     add_slots(partials, lengths, ends, sums, long)
     add_sequences(sums, long, loss, scales, float64_bits(0.1))
-    rows = torch.empty(3, num_experts, dtype=dtype)
-    kernels.grad_rows(counts)(loss, scales, counts, rows, float64_bits(0.1))
+    given = loss, scales, counts
+    losses.grad_rows(*given, probs.shape, dtype, not packed and not masked)(*given)
     assert len(ptx) == 4
     check_wide_loads(ptx["_sequence_tile_sums_kernel"])
     check_prefetch(ptx["_sequence_tile_sums_kernel"])
@@ -225,25 +219,23 @@ def test_sequence_aux_loss(dtype, masked, packed, num_experts, ptx):
 )
 @pytest.mark.parametrize("weighted", [False, True])
 def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
-    from moe_custom_ops.weighted_restore import inverse_kernels, kernels
-
     scores, indices = make_assignments(5, topk, 32)
     rows, tokens = torch.empty(5 * topk, hidden, dtype=dtype), torch.empty(5, hidden, dtype=dtype)
     slots = torch.empty(5, topk, dtype=torch.int32)
-    for at_once in (inverse_kernels.INVERT_AT_ONCE, 0):
-        monkeypatch.setattr(inverse_kernels, "INVERT_AT_ONCE", at_once)
-        for launch in inverse_kernels.invert(indices, 5 * topk):
+    for at_once in (orders.INVERT_AT_ONCE, 0):
+        monkeypatch.setattr(orders, "INVERT_AT_ONCE", at_once)
+        for launch in orders.invert(indices, 5 * topk):
             launch(indices, slots)
     given = scores if weighted else None
     back = "_weighted_restore_backward_kernel" if weighted else "_permute_kernel"
     for few_rows in (False, True):
         form = {"few_rows": few_rows}
         # Few tokens are cut finer than the widest loads.
-        launch = kernels.restore(rows, given, tokens, 5, topk, block_h=1024, **form)
+        launch = plans.restore_launch(rows, given, tokens, 5, topk, block_h=1024, **form)
         assert (launch.options["LOADS"] == 1) is few_rows
         launch(rows, given, slots, tokens, tokens, slots)
         if weighted:
-            launch = kernels.restore_backward(tokens, rows, given, indices, topk, True, **form)
+            launch = plans.restore_backward_launch(tokens, rows, given, indices, topk, True, **form)
             assert launch.options["COMPACT"] is few_rows
             for own, grad_rows, grad_scores in (
                 (rows, None, scores),
@@ -252,7 +244,7 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
             ):
                 launch(tokens, own, given, indices, slots, grad_rows, grad_scores)
         else:
-            launch = kernels.permute(tokens, indices, topk, block_h=1024)
+            launch = plans.permute_launch(tokens, indices, topk, block_h=1024)
             launch(tokens, indices, slots, rows)
         assert len(ptx) == 5
         # Multiples of 8 too, not only of Triton's 16.
@@ -264,20 +256,18 @@ def test_restore(dtype, topk, hidden, weighted, ptx, monkeypatch):
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(300, 5), (300, 128), (300, 4096)])
 @pytest.mark.parametrize("most_tiles", [1024, 2])
 def test_expert_permutation(num_tokens, num_experts, most_tiles, ptx, monkeypatch):
-    from moe_custom_ops.expert_permutation import kernels, reference
-
     monkeypatch.setattr(reference, "MAX_TILES", most_tiles)
     ids = torch.zeros(num_tokens, 8, dtype=torch.int64)
     counts, order, offsets = (torch.empty(4, dtype=torch.int32) for _ in range(3))
     routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.uint8)
     for routing, topk in ((ids, 8), (routing_map, 4)):
         sources = (ids,) if routing is ids else (routing_map, order)
-        count, scan, place = kernels.expert_permutation(routing, num_experts, topk, 16, 5000)
+        count, scan, place = orders.order_launches(routing, num_experts, topk, 16, 5000)
         count(*sources, counts, order)
         scan(counts)
         place(sources[-1], counts, order, torch.empty(4, dtype=torch.int64), offsets)
     segments = torch.zeros(2, num_experts, dtype=torch.int64)
-    kernels.from_counts(segments, 16, 5000)(segments, order, ids, offsets)
+    orders.count_launch(segments, 16, 5000)(segments, order, ids, offsets)
     assert len(ptx) == 5
     # No position comes from the order in which programs arrive.
     assert not any(re.search(r"\b(atom|red)\.\S*global", code) for code in ptx.values())

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-triton_common = pytest.importorskip("moe_custom_ops.triton_common")
+from moe_custom_ops import launch as launches
 
 
 class Kernel:
@@ -44,19 +44,19 @@ def gpu(monkeypatch):
             pass
 
     stream = lambda index: f"stream {index}"  # noqa: E731
-    monkeypatch.setattr(triton_common, "_get_device", lambda: current.device)
-    monkeypatch.setattr(triton_common, "_get_stream", stream)
+    monkeypatch.setattr(launches, "_get_device", lambda: current.device)
+    monkeypatch.setattr(launches, "_get_stream", stream)
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(triton_common, "_can_overlap", lambda device: True)
+    monkeypatch.setattr(launches, "_can_overlap", lambda device: True)
     hook = types.SimpleNamespace(calls=current.hooks)
     runtime = types.SimpleNamespace(launch_enter_hook=hook)
-    monkeypatch.setattr(triton_common, "_RUNTIME", runtime)
+    monkeypatch.setattr(launches, "_runtime", lambda: runtime)
     return current
 
 
 def make(kernel, programs=7):
     device = torch.device("cuda:0")
-    return triton_common.Launch(kernel, programs, device, 33, BLOCK=16, num_warps=2, overlap=True)
+    return launches.Launch(kernel, programs, device, 33, BLOCK=16, num_warps=2, overlap=True)
 
 
 def test_the_second_launch_repeats_the_first(gpu):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moe_custom_ops import aux_loss, aux_loss_workspace_size, make_workspace
-from moe_custom_ops.workspace import align, scratch
+from moe_custom_ops.workspace import align, check, view
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 16, 1000])
@@ -35,16 +35,25 @@ def test_align():
     assert [align(n) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
 
 
-def test_scratch_is_a_view_and_checks_the_address():
+def test_a_view_has_the_address_of_its_workspace():
     workspace = make_workspace(64, "cpu")
-    view = scratch("op", workspace, 8, torch.float64)
-    assert view.data_ptr() == workspace.data_ptr() and view.shape == (8,)
+    own = view(workspace, 8, torch.float64)
+    assert own.data_ptr() == workspace.data_ptr() and own.shape == (8,)
+    assert own.dtype == torch.float64
+
+
+def test_the_length_and_the_address_are_checked():
+    workspace, like = make_workspace(64, "cpu"), torch.rand(3)
+    check("op", None, 72, like)
+    check("op", workspace, 64, like)
     with pytest.raises(ValueError, match="op: workspace must be at least 72 bytes long, got 64"):
-        scratch("op", workspace, 9, torch.float64)
+        check("op", workspace, 72, like)
     # An address that the storage offset does not show, as memory of another library may have.
-    buffer = bytearray(80)
+    buffer, refused = bytearray(80), 0
     for start in range(8):
         foreign = torch.frombuffer(buffer, dtype=torch.uint8, offset=start, count=64)
         if foreign.data_ptr() % 16:
-            with pytest.raises(ValueError, match="aligned to 16 bytes, got address"):
-                scratch("op", foreign, 1, torch.float32)
+            refused += 1
+            with pytest.raises(ValueError, match=r"op: workspace must be aligned to 16 .* address"):
+                check("op", foreign, 4, like)
+    assert refused >= 7

@@ -7,14 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..expert_permutation import expert_permutation
-from ..weighted_restore import (
-    inverse_permutation,
-    permute,
-    permute_with_scores,
-    restore,
-    weighted_restore,
-)
+from ..permutation import expert_permutation, inverse_permutation
+from ..rows import permute, permute_with_scores, restore, weighted_restore
 from . import peers
 from .models import Model
 from .orders import eager_inverse, random_ids

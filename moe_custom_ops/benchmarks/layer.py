@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from ..aux_loss import aux_loss
-from ..expert_permutation import expert_permutation
+from ..losses import aux_loss
 from ..nn import MoE
 from ..nn.grouped_mm import grouped_mm
-from ..weighted_restore import inverse_permutation, permute, weighted_restore
+from ..permutation import expert_permutation, inverse_permutation
+from ..rows import permute, weighted_restore
 from . import losses
 from .copies import DTYPE, by_expert, weighted_sum
 from .models import Model

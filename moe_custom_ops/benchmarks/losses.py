@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..aux_loss import aux_loss
-from ..sequence_aux_loss import sequence_aux_loss
+from ..losses import aux_loss, sequence_aux_loss
 from . import peers
 from .models import Model
 from .rows import Family, Inputs, Traffic

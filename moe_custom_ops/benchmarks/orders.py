@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from ..expert_permutation import (
+from ..permutation import (
     expert_permutation,
     expert_permutation_from_counts,
     expert_permutation_from_map,
+    inverse_permutation,
 )
-from ..weighted_restore import inverse_permutation
 from .models import Model
 from .rows import FORWARD, Family, Inputs, Traffic
 

@@ -7,21 +7,15 @@ import torch
 from torch import Tensor
 
 from .. import distributed
-from ..aux_loss import aux_loss
-from ..expert_permutation import (
+from ..losses import aux_loss, sequence_aux_loss
+from ..permutation import (
     expert_permutation,
     expert_permutation_from_counts,
     expert_permutation_from_map,
-)
-from ..sequence_aux_loss import sequence_aux_loss
-from ..testing import canonical_bits
-from ..weighted_restore import (
     inverse_permutation,
-    permute,
-    permute_with_scores,
-    restore,
-    weighted_restore,
 )
+from ..rows import permute, permute_with_scores, restore, weighted_restore
+from ..testing import canonical_bits
 
 Results = dict[str, Tensor]
 

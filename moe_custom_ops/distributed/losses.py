@@ -7,11 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import checks, fixed_order
-from ..aux_loss import api as aux
-from ..aux_loss import ops as aux_ops
-from ..sequence_aux_loss import api as sequence
-from ..sequence_aux_loss import ops as sequence_ops
+from .. import checks
+from ..losses import api, arguments, ops, reference
 from .agreement import checked
 from .collectives import gather, in_order, of_rank, resolve, sum_integers
 
@@ -37,7 +34,7 @@ def tile_tokens(num_columns: int) -> int:
         [512, 128, 64, 32, 8]
     """
     checks.integer("tile_tokens", "num_columns", num_columns, 0)
-    return fixed_order.tile_tokens(num_columns)
+    return reference.tile_tokens(num_columns)
 
 
 def aux_loss(
@@ -90,7 +87,8 @@ def aux_loss(
             tensor on the device of ``probs``.
         num_experts, topk, coeff: as of :func:`moe_custom_ops.aux_loss`, equal on all ranks.
         group: the ranks; None is the default group.
-        workspace: as of :func:`moe_custom_ops.aux_loss`, for this rank's tokens.
+        workspace: as of :func:`moe_custom_ops.aux_loss`, for this rank's tokens. With "global"
+            it is checked, but not needed: the sums are a message of their own.
         reduction: "global" returns the loss of all tokens, the same on every rank: a sum of
             integers over the ranks, then a gather of tile sums. "partial" returns this rank's
             share, of which the sum over the ranks is the loss: the sum of integers alone, enough
@@ -114,13 +112,13 @@ def aux_loss(
         >>> counts = torch.bincount(own.topk(2).indices.flatten(), minlength=64)  # doctest: +SKIP
         >>> loss = aux_loss(own, counts, len(own), 64, 2, 1e-2, None)  # doctest: +SKIP
     """
-    arguments = (
+    given = (
         probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, workspace, token_mask
     )  # fmt: skip
     group = resolve("aux_loss", group)
-    _check_aux_loss("aux_loss", group, arguments, reduction, max_tokens)
+    _check_aux_loss("aux_loss", group, given, reduction, max_tokens)
     sums = _sums_of_ranks(probs, tokens_per_expert, total_num_tokens, group, reduction)
-    return _aux_loss(arguments, *sums, group, max_tokens)
+    return _aux_loss(given, *sums, group, max_tokens)
 
 
 def running_aux_loss(
@@ -166,17 +164,17 @@ def running_aux_loss(
     Raises:
         As :func:`aux_loss`.
     """
-    arguments = (
+    given = (
         probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, workspace, token_mask
     )  # fmt: skip
     op = "running_aux_loss"
     group = resolve(op, group)
-    _check_aux_loss(op, group, arguments, reduction, max_tokens, (running_counts, num_steps))
+    _check_aux_loss(op, group, given, reduction, max_tokens, (running_counts, num_steps))
     sums = _sums_of_ranks(probs, tokens_per_expert, total_num_tokens, group, reduction)
     counts = running_counts + sums[0]
     steps = num_steps if isinstance(num_steps, Tensor) else counts.new_full((), num_steps)
     mean = counts.double() / (steps.reshape(()).double() + 1)
-    return _aux_loss(arguments, mean, *sums[1:], group, max_tokens), counts
+    return _aux_loss(given, mean, *sums[1:], group, max_tokens), counts
 
 
 def sequence_aux_loss(
@@ -210,7 +208,8 @@ def sequence_aux_loss(
         group: the ranks; None is the default group.
         cu_seqlens: for a pack, the bounds [B + 1] of this rank's part of each sequence.
         token_mask: optional bool [B, S] or [T], True for the tokens that count.
-        workspace: as of :func:`moe_custom_ops.sequence_aux_loss`, for this rank's tokens.
+        workspace: as of :func:`moe_custom_ops.sequence_aux_loss`, for this rank's tokens. With
+            "global" it is checked, but not needed: the sums are a message of their own.
         reduction: "global" or "partial", as of :func:`aux_loss`.
         max_tokens: for "global", the most tokens of one sequence that a rank may have (of a pack:
             the most tokens of the pack), equal on all ranks: it sizes the message, 4 bytes per tile
@@ -222,18 +221,18 @@ def sequence_aux_loss(
     Raises:
         As :func:`aux_loss`.
     """
-    op = sequence_ops.OP
+    op = arguments.SEQUENCE_AUX_LOSS
     group = resolve(op, group)
-    arguments = probs, tokens_per_expert, topk, coeff, cu_seqlens, token_mask, workspace
+    given = probs, tokens_per_expert, topk, coeff, cu_seqlens, token_mask, workspace
 
     def check() -> dict[str, object]:
-        sequence.check_types(*arguments)
+        ops.SEQUENCE_AUX_LOSS.check_types(*given)
         if torch.compiler.is_compiling():
             expected = "[batch, seq, experts]" if cu_seqlens is None else "[tokens, experts]"
             _check_axes(op, "probs", probs, expected)
             _check_axes(op, "tokens_per_expert", tokens_per_expert, "[sequences, experts]")
         else:
-            sequence_ops.check(probs, tokens_per_expert, topk, *arguments[4:])
+            arguments.check_sequence_aux_loss(probs, tokens_per_expert, topk, *given[4:])
         _check_integers(op, tokens_per_expert)
         length = probs.shape[-2]
         _check_message(op, reduction, length, max_tokens, tokens_per_expert.shape)
@@ -245,7 +244,7 @@ def sequence_aux_loss(
 
     checked(op, group, check)
     probs_value, own_counts = probs.detach(), tokens_per_expert.detach()
-    starts, spans = sequence_ops.spans(probs_value, cu_seqlens)
+    starts, spans = reference.spans(probs_value, cu_seqlens)
     parts = [own_counts.long(), _unmasked(starts, spans, cu_seqlens, token_mask)]
     num_sequences, num_experts = own_counts.shape
     if reduction == PARTIAL:
@@ -253,12 +252,12 @@ def sequence_aux_loss(
         return torch.ops.moe.sequence_aux_loss_of_rank(
             probs, counts, lengths, topk, coeff, cu_seqlens, token_mask, workspace
         )
-    tokens = fixed_order.tile_tokens(num_experts)
+    tokens = reference.tile_tokens(num_experts)
     parts.append(of_rank((spans + tokens - 1) // tokens, group))
     counts, lengths, tiles = sum_integers(parts, group)
     size = _message_tiles(max_tokens, num_experts, num_sequences)
     own_sums = torch.ops.moe.sequence_aux_loss_sums_of_rank(
-        probs_value, counts, topk, size, cu_seqlens, token_mask, workspace
+        probs_value, counts, cu_seqlens, token_mask, size
     )
     sums = in_order(gather(own_sums, group), tiles)
     return torch.ops.moe.sequence_aux_loss_of_rank(
@@ -279,27 +278,24 @@ def _unmasked(
 
 
 def _aux_loss(
-    arguments: tuple[Any, ...],
+    given: tuple[Any, ...],
     counts: Tensor,
     total: Tensor,
     tiles: Tensor | None,
     group: "dist.ProcessGroup",
     max_tokens: int | None,
 ) -> Tensor:
-    """The loss of this rank's ``arguments`` with the counts and the total of all ranks."""
-    probs, _, _, num_experts, topk, coeff, workspace, token_mask = arguments
+    """The loss of this rank's arguments with the counts and the total of all ranks."""
+    probs, _, _, num_experts, topk, coeff, workspace, token_mask = given
     numbers = num_experts, topk, coeff
     if tiles is None:
-        return aux.aux_loss(probs, counts, total, *numbers, workspace, token_mask)
+        return api.aux_loss(probs, counts, total, *numbers, workspace, token_mask)
     size = _message_tiles(max_tokens, probs.shape[1])
-    own_sums = torch.ops.moe.aux_loss_sums_of_rank(
-        probs.detach(), counts, num_experts, topk, size, workspace, token_mask
-    )
+    own_sums = torch.ops.moe.aux_loss_sums_of_rank(probs.detach(), counts, token_mask, size)
     sums = in_order(gather(own_sums[None], group), tiles)[0]
-    loss, _ = torch.ops.moe.aux_loss_from_tile_sums(
-        probs, counts, token_mask, total, 0, *numbers, None, sums
+    return torch.ops.moe.aux_loss_of_rank(
+        probs, counts, total, *numbers, workspace, token_mask, sums
     )
-    return loss
 
 
 def _sums_of_ranks(
@@ -317,7 +313,7 @@ def _sums_of_ranks(
     if reduction == PARTIAL:
         counts, total = sum_integers(parts, group)
         return counts, total, None
-    tiles = counts.new_full((1,), fixed_order.num_tiles(*probs.shape))
+    tiles = counts.new_full((1,), reference.num_tiles(*probs.shape))
     counts, total, tiles = sum_integers([*parts, of_rank(tiles, group)], group)
     return counts, total, tiles
 
@@ -325,14 +321,14 @@ def _sums_of_ranks(
 def _check_aux_loss(
     op: str,
     group: "dist.ProcessGroup",
-    arguments: tuple[Any, ...],
+    given: tuple[Any, ...],
     reduction: str,
     max_tokens: int | None,
     state: tuple[Any, ...] = (),
 ) -> None:
     def check() -> dict[str, object]:
-        aux.check_types(*arguments)
-        probs, tokens_per_expert, total, num_experts, topk, coeff, workspace, mask = arguments
+        ops.AUX_LOSS.check_types(*given)
+        probs, tokens_per_expert, total, num_experts, topk, coeff, workspace, mask = given
         numbers = num_experts, topk
         if torch.compiler.is_compiling():
             # Nothing traces the rest, which the ops check later, but before anything has run.
@@ -345,7 +341,7 @@ def _check_aux_loss(
                         f"{op}: total_num_tokens must be at least {least}, got a lower number"
                     )
         else:
-            aux_ops.check(probs, tokens_per_expert, total, *numbers, workspace, mask)
+            arguments.check_aux_loss(probs, tokens_per_expert, total, *numbers, workspace, mask)
         _check_integers(op, tokens_per_expert)
         if isinstance(total, Tensor):
             note = _INTEGERS_NOTE if total.is_floating_point() else ""
@@ -384,7 +380,7 @@ def _check_message(
     if reduction == PARTIAL:
         return
     num_sequences, num_columns = shape
-    room = _message_tiles(None, num_columns, num_sequences) * fixed_order.tile_tokens(num_columns)
+    room = _message_tiles(None, num_columns, num_sequences) * reference.tile_tokens(num_columns)
     if max_tokens is not None:
         checks.integer(op, "max_tokens", max_tokens, 0)
         if max_tokens >= 2**31:
@@ -429,4 +425,4 @@ def _message_tiles(max_tokens: int | None, num_columns: int, num_sequences: int 
     """Sums that a rank sends of each sequence."""
     if max_tokens is None:
         return max(MESSAGE_SUMS // max(num_sequences, 1), 1)
-    return max(fixed_order.num_tiles(max_tokens, num_columns), 1)
+    return max(reference.num_tiles(max_tokens, num_columns), 1)

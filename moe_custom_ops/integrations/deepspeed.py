@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..weighted_restore import weighted_restore
+from ..rows import weighted_restore
 from .versions import require
 
 FUSED = "fused_weighted_sum"

@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..aux_loss import aux_loss
-from ..expert_permutation import (
+from ..losses import aux_loss
+from ..permutation import (
     expert_permutation_from_counts,
     expert_permutation_from_map,
-)
-from ..weighted_restore import (
     inverse_permutation,
-    permute_with_scores,
-    restore,
-    weighted_restore,
 )
-from ..weighted_restore import permute as permute_rows
+from ..rows import permute as permute_rows
+from ..rows import permute_with_scores, restore, weighted_restore
 from .versions import require
 
 require("megatron.core", "megatron-core", "0.16", "0.17")

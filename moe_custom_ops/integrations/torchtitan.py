@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..expert_permutation import expert_permutation, expert_permutation_from_counts
-from ..weighted_restore import inverse_permutation, permute, restore, weighted_restore
+from ..permutation import expert_permutation, expert_permutation_from_counts, inverse_permutation
+from ..rows import permute, restore, weighted_restore
 from .versions import require
 
 require("torchtitan.models.common.token_dispatcher", "torchtitan", "0.3", "0.4")

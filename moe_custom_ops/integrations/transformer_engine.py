@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..aux_loss import aux_loss
-from ..expert_permutation import expert_permutation
-from ..weighted_restore import inverse_permutation, permute, restore, weighted_restore
+from ..losses import aux_loss
+from ..permutation import expert_permutation, inverse_permutation
+from ..rows import permute, restore, weighted_restore
 
 _COUNTS_TO_WIDEN = (torch.bfloat16, torch.float16)
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..aux_loss import aux_loss
-from ..expert_permutation import expert_permutation
-from ..weighted_restore import inverse_permutation, permute, weighted_restore
+from ..losses import aux_loss
+from ..permutation import expert_permutation, inverse_permutation
+from ..rows import permute, weighted_restore
 from .versions import require
 
 require(

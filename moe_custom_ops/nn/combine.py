@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .. import checks
 from ..backend import load_kernels
-from ..weighted_restore import restore, weighted_restore
+from ..rows import restore, weighted_restore
 
 FUSED, EAGER, BMM = IMPLS = ("fused_weighted_sum", "weighted_sum", "legacy_bmm")
 POST, PRE, ACTIVATION = APPLIES = ("post", "pre", "activation")
@@ -46,7 +46,7 @@ def check_support(device_type: str, dtype: torch.dtype) -> None:
         )
     # A compiled layer runs expert_permutation, which refuses the same, before its collectives.
     if device_type == "cuda" and not torch.compiler.is_compiling():
-        load_kernels("moe_custom_ops.weighted_restore")
+        load_kernels("moe_custom_ops.rows")
 
 
 def combine(

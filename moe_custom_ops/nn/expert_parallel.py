@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..expert_permutation import expert_permutation_from_counts
+from ..permutation import expert_permutation_from_counts
 
 
 class Group(NamedTuple):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..aux_loss import aux_loss, aux_loss_workspace_size
-from ..weighted_restore import weighted_restore, weighted_restore_workspace_size
+from ..losses import aux_loss, aux_loss_workspace_size
+from ..rows import weighted_restore, weighted_restore_workspace_size
 
 
 class AuxLoss(nn.Module):

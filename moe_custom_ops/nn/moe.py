@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import checks
-from ..expert_permutation import expert_permutation, expert_permutation_workspace_size
-from ..sequence_aux_loss import sequence_aux_loss
-from ..weighted_restore import inverse_permutation, permute, permute_with_scores, restore
+from ..losses import sequence_aux_loss
+from ..permutation import expert_permutation, inverse_permutation
+from ..rows import permute, permute_with_scores, restore
 from . import expert_parallel
 from .attach import add_in_backward, linked
 from .combine import POST, PRE, check_choice, check_support, combine
@@ -30,7 +30,7 @@ class MoE(nn.Module):
         intermediate_size: width of each expert's SwiGLU.
         num_experts: experts of the layer, over all ranks.
         topk: experts per token.
-        max_tokens: the most tokens that one call may have; it sizes the workspaces.
+        max_tokens: the most tokens that one call may have; it sizes the loss's workspace.
         aux_loss_coeff: weight of the load-balancing loss.
         shared_intermediate_size: width of an expert that every token takes, 0 for none.
         combine_impl: how the experts' rows are summed. "fused_weighted_sum" is
@@ -80,7 +80,6 @@ class MoE(nn.Module):
         >>> out, loss, tokens_per_expert = layer(torch.randn(4, 32, 64))
     """
 
-    workspace: Tensor
     num_dropped: Tensor | None
 
     def __init__(
@@ -176,9 +175,6 @@ class MoE(nn.Module):
             self.shared_up = linear(hidden_size, 2 * shared_intermediate_size)
             self.shared_down = linear(shared_intermediate_size, hidden_size)
         self.aux_loss = AuxLoss(num_experts, topk, aux_loss_coeff, max_tokens, device=device)
-        size = expert_permutation_workspace_size(max_tokens, topk, num_experts)
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        self.register_buffer("workspace", workspace, persistent=False)
         dropped = None
         if rank_capacity is not None:
             dropped = torch.zeros((), dtype=torch.int64, device=device)
@@ -211,9 +207,7 @@ class MoE(nn.Module):
 
         tokens = x.reshape(-1, hidden_size)
         top_scores, expert_ids, probs, logits = self.router(tokens)
-        order, tokens_per_expert, offsets = expert_permutation(
-            expert_ids, self.num_experts, workspace=self.workspace
-        )
+        order, tokens_per_expert, offsets = expert_permutation(expert_ids, self.num_experts)
         tokens = tokens.to(dtype)
         dropped = None
         if self.group is None:

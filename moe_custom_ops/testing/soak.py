@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from ..aux_loss import aux_loss
-from ..expert_permutation import expert_permutation
-from ..sequence_aux_loss import sequence_aux_loss
-from ..weighted_restore import permute, restore, weighted_restore
+from ..losses import aux_loss, sequence_aux_loss
+from ..permutation import expert_permutation
+from ..rows import permute, restore, weighted_restore
 from .compare import canonical_bits
 from .inputs import make_probs
 

@@ -80,12 +80,9 @@ def test_the_workspace_is_written_in_place_without_a_clone():
     assert_expected_inline(
         calls_in_generated_code(code),
         """\
-torch.ops.moe.aux_loss_tile_sums.default(input0, input1, None, input2)
-buf2 = torch.ops.moe.aux_loss_from_tile_sums.default(input0, input1, None, None, 64, 24, 2, 0.01, input2, sums=None)
-buf5 = empty_strided_cpu((64, 24), (24, 1), torch.float32)
-buf8 = empty_strided_cpu((64, 24), (24, 1), torch.float32)
-torch.ops.moe.aux_loss_tile_sums.default(buf5, input1, None, input2)
-buf9 = torch.ops.moe.aux_loss_from_tile_sums.default(buf8, input1, None, None, 64, 24, 2, 0.01, input2, sums=None)""",  # noqa: E501
+buf0 = torch.ops.moe.aux_loss_forward_in.default(input0, input1, None, None, None, input2, 24, 2, 0.01, 64)
+buf4 = empty_strided_cpu((64, 24), (24, 1), torch.float32)
+buf5 = torch.ops.moe.aux_loss_forward_in.default(buf4, input1, None, None, None, input2, 24, 2, 0.01, 64)""",  # noqa: E501
     )
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moe_custom_ops.aux_loss import reference
 from moe_custom_ops.backend import as_bytes, float64_bits
-from moe_custom_ops.fixed_order import accumulator_dtype, tile_sums, tile_tokens
+from moe_custom_ops.fixed_order import accumulator_dtype
+from moe_custom_ops.losses import plans, reference
 from moe_custom_ops.testing import assert_same_bits, make_probs
 
 pytestmark = pytest.mark.kernels
@@ -16,15 +16,13 @@ COUNT_DTYPES = [torch.int32, torch.int64, torch.float32, torch.float64]
 
 def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=None, token_mask=None):
     """(loss, C) from the kernels, over scratch and results that start as NaN."""
-    from moe_custom_ops.aux_loss import kernels
-
     probs, counts = probs.to(device), counts.to(device)
     dtype = accumulator_dtype(probs.dtype)
-    _, count = kernels.num_partials(*probs.shape)
+    _, count = plans.num_partials(*probs.shape)
     partials = torch.full((count,), torch.nan, dtype=dtype, device=device)
     loss, scale = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
     mask = None if token_mask is None else token_mask.to(device)
-    sum_tiles = kernels.tile_sums(probs, counts, mask, num_warps)
+    sum_tiles = plans.aux_tile_sums(probs, counts, mask, num_warps)
     sum_tiles(probs, counts, as_bytes(mask), partials)
     host_scale = num_experts * coeff / topk
     device_total = None
@@ -32,13 +30,13 @@ def run(probs, counts, total, num_experts, topk, coeff, device, num_warps=None, 
         device_total = total.to(device)
     else:
         host_scale = host_scale / total / total if total else 0.0
-    add_tiles = kernels.loss_from_tile_sums(count, dtype, loss.device)
+    add_tiles = plans.aux_from_tile_sums(count, dtype, loss.device)
     add_tiles(partials, device_total, loss, scale, float64_bits(host_scale))
     return loss.cpu(), scale.cpu()
 
 
 def expect(probs, counts, total, num_experts, topk, coeff, token_mask=None):
-    sums = tile_sums(probs, counts, token_mask)
+    sums = reference.tile_sums(probs, counts, token_mask)
     return reference.loss_from_tile_sums(sums, total, num_experts, topk, coeff)
 
 
@@ -59,7 +57,7 @@ def test_every_dtype(dtype, count_dtype, kernel_device):
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 64, 65, 160, 512, 1025, 2304])
 def test_columns(columns, kernel_device):
-    tile = tile_tokens(columns)
+    tile = reference.tile_tokens(columns)
     for num_tokens in (1, tile - 1, tile, tile + 1, 3 * tile + 5):
         probs, counts = make_probs(num_tokens, columns)
         check(probs, counts, num_tokens, columns, 2, 1e-2, kernel_device)
@@ -121,12 +119,10 @@ def test_strides(kernel_device):
 
 
 def test_more_partial_sums_than_one_step_of_the_final_tree_adds(kernel_device, monkeypatch):
-    from moe_custom_ops.aux_loss import kernels
-
     if kernel_device == "cpu":
-        monkeypatch.setattr(kernels, "FINAL_BLOCK", 16)
+        monkeypatch.setattr(plans, "FINAL_BLOCK", 16)
     probs, counts = make_probs(8 * 5000 if kernel_device == "cuda" else 8 * 50, 1024)
-    assert kernels.num_partials(*probs.shape)[1] > 2 * kernels.FINAL_BLOCK
+    assert plans.num_partials(*probs.shape)[1] > 2 * plans.FINAL_BLOCK
     check(probs, counts, probs.shape[0], 1024, 2, 1e-2, kernel_device)
 
 
@@ -154,19 +150,16 @@ def test_subnormal_halves(dtype, kernel_device):
 
 
 def test_no_launch_choice_changes_a_bit(kernel_device, monkeypatch):
-    from moe_custom_ops import triton_common
-    from moe_custom_ops.aux_loss import kernels
-
     probs, counts = make_probs(301, 500, topk=8)
     expected = expect(probs, counts, 301, 500, 8, 1e-2)[0]
     chunks = set()
     # The interpreter has no warps.
     warps = (1, 2, 4, 8) if kernel_device == "cuda" else (4,)
     for few_programs in (10, 20, 40, 10**6):
-        monkeypatch.setattr(triton_common, "FEW_PROGRAMS", few_programs)
-        chunks.add(512 // kernels.num_partials(301, 500)[0])
+        monkeypatch.setattr(plans, "FEW_PROGRAMS", few_programs)
+        chunks.add(512 // plans.num_partials(301, 500)[0])
         for final_block in (16, 4096):
-            monkeypatch.setattr(kernels, "FINAL_BLOCK", final_block)
+            monkeypatch.setattr(plans, "FINAL_BLOCK", final_block)
             for num_warps in warps:
                 loss, _ = run(probs, counts, 301, 500, 8, 1e-2, kernel_device, num_warps)
                 assert_same_bits(loss, expected)

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import moe_custom_ops
 from moe_custom_ops import aux_loss, aux_loss_workspace_size, make_workspace
-from moe_custom_ops.aux_loss import reference
+from moe_custom_ops.losses import plans, reference
 from moe_custom_ops.testing import assert_same_bits, assert_within, make_probs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -31,17 +31,15 @@ def test_opcheck_of_the_public_op(requires_grad, given, total):
     opcheck(op, (probs, counts, total, 8, 2, 1e-2, workspace))
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck_of_the_inner_ops(requires_grad):
+@pytest.mark.parametrize("total", [30, torch.tensor(30.0)])
+@pytest.mark.parametrize("mask", [None, torch.arange(30) % 3 > 0])
+def test_opcheck_of_the_inner_ops(mask, total):
+    """They have no gradient: what records them is the public op."""
     probs, counts = make_probs(30, 16)
-    workspace = workspace_for(probs)
-    probs.requires_grad_(requires_grad)
-    for mask in (None, torch.arange(30) % 3 > 0):
-        opcheck(torch.ops.moe.aux_loss_tile_sums.default, (probs.detach(), counts, mask, workspace))
-        workspace.zero_()
-        for total, total_int in ((None, 30), (torch.tensor(30.0), 0)):
-            arguments = (probs, counts, mask, total, total_int, 8, 2, 1e-2, workspace)
-            opcheck(torch.ops.moe.aux_loss_from_tile_sums.default, arguments)
+    tensor, number = (total, 0) if isinstance(total, torch.Tensor) else (None, total)
+    given, numbers = (probs, counts, mask, tensor, None), (8, 2, 1e-2, number)
+    opcheck(torch.ops.moe.aux_loss_forward.default, (*given, *numbers))
+    opcheck(torch.ops.moe.aux_loss_forward_in.default, (*given, workspace_for(probs), *numbers))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -291,9 +289,8 @@ def test_a_workspace_for_the_maximum_serves_every_smaller_call():
 
 
 def test_the_workspace_holds_what_the_kernels_write():
-    kernels = pytest.importorskip("moe_custom_ops.aux_loss.kernels")
     for tokens, columns in itertools.product((1, 511, 4096, 10**6), (1, 8, 65, 512, 2304, 16384)):
-        _, partials = kernels.num_partials(tokens, columns)
+        _, partials = plans.num_partials(tokens, columns)
         assert partials * 4 <= aux_loss_workspace_size(tokens, columns)
 
 
@@ -439,13 +436,14 @@ def test_a_refused_call_writes_nothing():
     assert (workspace == 77).all()
 
 
-def test_an_inner_op_stays_inside_its_scratch():
+def test_an_inner_op_leaves_a_workspace_on_the_cpu_alone():
+    """Of any length: the kernels' are refused in ``test_direct``."""
     probs, counts = make_probs(5000, 16)
-    scratch = torch.empty(16, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="workspace must be at least"):
-        torch.ops.moe.aux_loss_tile_sums(probs, counts, None, scratch)
-    with pytest.raises(ValueError, match="workspace must be at least"):
-        torch.ops.moe.aux_loss_from_tile_sums(probs, counts, None, None, 1, 8, 2, 1.0, scratch)
+    scratch = torch.full((16,), 77, dtype=torch.uint8)
+    call = (probs, counts, None, None, None, scratch, 8, 2, 1.0, 5000)
+    loss, _ = torch.ops.moe.aux_loss_forward_in(*call)
+    assert (scratch == 77).all()
+    assert_same_bits(loss, aux_loss(probs, counts, 5000, 8, 2, 1.0))
 
 
 @pytest.mark.parametrize("argument", ["probs", "tokens_per_expert", "total_num_tokens"])
@@ -478,3 +476,9 @@ def test_the_scale_is_divided_in_float64_and_rounded_once():
         for given in (total, torch.tensor(total), torch.tensor(float(total))):
             scale = reference.loss_from_tile_sums(sums, given, 7, 3, 1e-2)[1]
             assert scale.item() == exact
+
+
+def test_a_tile_is_a_power_of_two_that_the_columns_alone_decide():
+    columns = (1, 8, 16, 17, 64, 65, 256, 512, 4096)
+    assert [reference.tile_tokens(n) for n in columns] == [512, 512, 512, 256, 128, 64, 32, 16, 8]
+    assert [reference.num_tiles(n, 64) for n in (0, 1, 128, 129)] == [0, 1, 1, 2]

@@ -16,6 +16,7 @@ from moe_custom_ops.distributed import (
     tile_tokens,
 )
 from moe_custom_ops.distributed.collectives import in_order
+from moe_custom_ops.testing import assert_same_bits
 from tests.compiling import compile_fresh
 from tests.ranks import run_checks
 
@@ -285,7 +286,22 @@ def test_in_order_keeps_the_ranks_order_and_drops_what_lies_behind():
     assert torch.equal(in_order(gathered, counts), expected)
 
 
-def test_a_workspace_of_the_caller_is_used(alone):
+@pytest.mark.parametrize("reduction", ["global", "partial"])
+def test_a_workspace_of_the_caller_is_taken(reduction, alone):
+    """It carries nothing in, and on the CPU nothing is written to it."""
     workspace = torch.full((aux_loss_workspace_size(6, 8),), 255, dtype=torch.uint8)
-    assert call(group=alone, workspace=workspace) > 0
-    assert not torch.equal(workspace, torch.full_like(workspace, 255))
+    expected = call(group=alone, reduction=reduction)
+    assert_same_bits(call(group=alone, reduction=reduction, workspace=workspace), expected)
+    assert expected > 0 and (workspace == 255).all()
+    with pytest.raises(ValueError, match="workspace must be at least"):
+        call(group=alone, reduction=reduction, workspace=workspace[:-16])
+
+
+@pytest.mark.kernels
+def test_a_workspace_of_the_caller_is_used(alone, launched, kernel_device):
+    size = aux_loss_workspace_size(6, 8)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device=kernel_device)
+    on_device = {"probs": PROBS.to(kernel_device), "tokens_per_expert": COUNTS.to(kernel_device)}
+    loss = call(group=alone, reduction="partial", workspace=workspace, **on_device)
+    assert_same_bits(loss, call(group=alone, reduction="partial"))
+    assert launched and not (workspace == 255).all()

@@ -63,8 +63,8 @@ def test_the_workspace_is_written_in_place_without_a_clone():
     assert_expected_inline(
         calls_in_generated_code(code),
         """\
-buf0 = torch.ops.moe.expert_permutation_in.default(input0, 8, 3, 1, 48, input1)
-buf6 = torch.ops.moe.expert_permutation_in.default(buf5, 8, 3, 1, 48, input1)""",
+buf0 = torch.ops.moe.order_in.default(input0, input1, 8, 3, 1, 48)
+buf6 = torch.ops.moe.order_in.default(buf5, input1, 8, 3, 1, 48)""",
     )
 
 

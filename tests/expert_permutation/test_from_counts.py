@@ -11,6 +11,8 @@ from moe_custom_ops import (
     make_workspace,
     permute,
 )
+from moe_custom_ops.op import registered
+from moe_custom_ops.permutation import plans, reference
 from tests.compiling import compile_fresh, graphs
 
 
@@ -83,7 +85,7 @@ def test_opcheck():
     opcheck(torch.ops.moe.expert_permutation_from_counts.default, (draw(3, 4), 40, 2))
     workspace = make_workspace(0, "cpu")
     opcheck(torch.ops.moe.expert_permutation_from_counts.default, (draw(3, 4), 40, 2, workspace))
-    opcheck(torch.ops.moe.order_from_counts.default, (draw(3, 4), 2, 40))
+    opcheck(torch.ops.moe.order_from_counts.default, (draw(3, 4), 40, 2))
 
 
 def test_one_graph_for_all_sizes():
@@ -165,10 +167,9 @@ def test_many_segments(num_ranks, num_experts):
 
 @pytest.mark.kernels
 def test_the_cuda_implementation(kernel_device):
-    from moe_custom_ops.expert_permutation import ops
-
     counts = draw(3, 7)
-    check(ops._order_from_counts_cuda(counts.to(kernel_device), 4, 90), counts, 90, 4)
+    run = registered(plans.order_from_counts, 1, 2)
+    check(run(counts.to(kernel_device), 90, 4), counts, 90, 4)
 
 
 HUGE = [[[2**63 - 1 - 250], [2**63 - 1 - 249]], [[2**62, 2**62]], [[2**63 - 1, 5], [7, 2**33]]]
@@ -187,15 +188,13 @@ def test_counts_whose_sums_do_not_fit_64_bits(counts, alignment):
 @pytest.mark.parametrize("counts", HUGE)
 @pytest.mark.parametrize("alignment", [1, 4, 2**31 - 1])
 def test_no_count_makes_the_kernel_write_beside_its_result(counts, alignment, kernel_device):
-    from moe_custom_ops.expert_permutation import kernels, reference
-
     counts = torch.tensor(counts, device=kernel_device)
     memory = torch.full((4096,), 12345, dtype=torch.int32, device=kernel_device)
     order = memory[2000:2100]
     totals = torch.zeros(counts.shape[1], dtype=torch.int64, device=kernel_device)
     offsets = totals.int()
-    kernels.from_counts(counts, alignment, 100)(counts, order, totals, offsets)
-    expected = reference.from_counts(counts.cpu(), alignment, 100)
+    plans.count_launch(counts, alignment, 100)(counts, order, totals, offsets)
+    expected = reference.from_counts(counts.cpu(), 100, alignment)
     for actual, exact in zip((order, totals, offsets), expected, strict=True):
         assert torch.equal(actual.cpu(), exact)
     assert (memory[:2000] == 12345).all() and (memory[2100:] == 12345).all()

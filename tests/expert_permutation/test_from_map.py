@@ -10,6 +10,9 @@ from moe_custom_ops import (
     expert_permutation_workspace_size,
     make_workspace,
 )
+from moe_custom_ops.op import registered
+from moe_custom_ops.permutation import plans, reference
+from moe_custom_ops.permutation.arguments import check_map
 from tests.compiling import compile_fresh, graphs
 
 
@@ -54,11 +57,11 @@ def test_opcheck(given):
     workspace = make_workspace(expert_permutation_workspace_size(20, 3, 8), "cpu")
     call = (draw(20, 8), 3, 4, None, workspace if given else None)
     opcheck(torch.ops.moe.expert_permutation_from_map.default, call)
-    inner = call[0], 8, 3, 4, 20
+    inner = 8, 3, 4, 20
     if given:
-        opcheck(torch.ops.moe.expert_permutation_in.default, (*inner, workspace))
+        opcheck(torch.ops.moe.order_in.default, (call[0], workspace, *inner))
     else:
-        opcheck(torch.ops.moe.expert_permutation_alone.default, inner)
+        opcheck(torch.ops.moe.order.default, (call[0], *inner))
 
 
 def test_one_graph_for_all_token_counts():
@@ -75,6 +78,11 @@ def test_one_graph_for_all_token_counts():
         ({"routing_map": torch.ones(6, 4)}, TypeError, "routing_map must be bool, got float32"),
         ({"routing_map": torch.ones(6).bool()}, ValueError, r"routing_map must be of shape \[T, E"),
         ({"routing_map": torch.ones(6, 0).bool()}, ValueError, "E from 1 to 4096, got"),
+        (
+            {"routing_map": torch.nested.nested_tensor([torch.ones(2) > 0, torch.ones(1) > 0])},
+            ValueError,
+            "routing_map must be a dense tensor, got nested",
+        ),
         ({"topk": 5}, ValueError, "topk must be at most E = 4, got 5"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
         ({"alignment": 0}, ValueError, "alignment must be at least 1, got 0"),
@@ -108,17 +116,16 @@ def test_the_direct_path(num_tokens, num_experts, topk, launched, kernel_device)
 @pytest.mark.kernels
 @pytest.mark.parametrize("num_experts", [40, 4096])
 @pytest.mark.parametrize("given", [False, True])
-def test_the_cuda_implementation(num_experts, given, kernel_device, monkeypatch):
+def test_the_cuda_implementation(num_experts, given, launched, kernel_device, monkeypatch):
     """Tiles of whole tokens of 5, a block of which is a part of a tile."""
-    from moe_custom_ops.expert_permutation import kernels, ops, reference
-
     monkeypatch.setattr(reference, "MAX_TILES", 3)
-    monkeypatch.setattr(kernels, "MAP_BLOCK", 512)
+    monkeypatch.setattr(plans, "MAP_BLOCK", 512)
     routing_map = draw(90, num_experts, 5)
     workspace = None
     if given:
         size = expert_permutation_workspace_size(90, 5, num_experts)
         workspace = make_workspace(size, kernel_device).fill_(255)
-    num_rows = ops.check_map(routing_map, 5, 4, None, None)
-    own = routing_map.to(kernel_device)
-    check(ops._launch(own, num_experts, 5, 4, num_rows, workspace), routing_map, 5, 4)
+    num_rows = check_map(routing_map, 5, 4, None, None)
+    own, run = routing_map.to(kernel_device), registered(plans.order, 2, 4)
+    check(run(own, workspace, num_experts, 5, 4, num_rows), routing_map, 5, 4)
+    assert len(launched) == 3

@@ -5,10 +5,14 @@ import torch
 
 from moe_custom_ops import (
     expert_permutation,
+    expert_permutation_from_map,
     expert_permutation_workspace_size,
     make_workspace,
 )
-from moe_custom_ops.expert_permutation import ops, reference
+from moe_custom_ops.op import registered
+from moe_custom_ops.permutation import plans, reference
+from moe_custom_ops.permutation.arguments import check_ids, num_counts
+from tests.expert_permutation.test_ops import BAD_CALLS, good
 from tests.poison import untouched
 
 pytestmark = pytest.mark.kernels
@@ -22,17 +26,15 @@ def draw(num_tokens, topk, num_experts, seed=0):
 
 
 def check(expert_ids, num_experts, device, alignment=1, num_rows=None, warps=None):
-    from moe_custom_ops.expert_permutation import kernels
-
-    num_rows = ops.check(expert_ids, num_experts, alignment, num_rows, None)
+    num_rows = check_ids(expert_ids, num_experts, alignment, num_rows, None)
     arguments = num_experts, alignment, num_rows
     expected = reference.expert_permutation(expert_ids, *arguments)
     # A row more than there is, and scratch and results that hold something else.
-    size = ops.num_counts(expert_ids.numel(), num_experts)
+    size = num_counts(expert_ids.numel(), num_experts)
     counts = torch.full((size + 1,), 12345, dtype=torch.int32, device=device)
     results = [torch.full((x.numel() + 1,), 12345, dtype=x.dtype, device=device) for x in expected]
     ids = expert_ids.to(device)
-    launches = kernels.expert_permutation(ids, num_experts, ids.shape[1], alignment, num_rows)
+    launches = plans.order_launches(ids, num_experts, ids.shape[1], alignment, num_rows)
     for launch in launches:
         if warps is not None:
             launch.options["num_warps"] = warps
@@ -78,8 +80,8 @@ def test_a_stride_whose_product_with_k_passes_2_31(kernel_device):
     memory = untouched(3, 2**30, dtype=torch.int32, device=kernel_device)
     spread = memory[:, :4].t()
     spread.copy_(draw(4, 3, 3))
-    num_rows = ops.check(spread, 3, 1, None, None)
-    results = ops._launch(spread, 3, 3, 1, num_rows, None)
+    num_rows = check_ids(spread, 3, 1, None, None)
+    results = registered(plans.order, 2, 4)(spread, None, 3, 3, 1, num_rows)
     expected = reference.expert_permutation(spread.cpu(), 3, 1, num_rows)
     for actual, exact in zip(results, expected, strict=True):
         assert torch.equal(actual.cpu(), exact)
@@ -104,9 +106,7 @@ def test_tiles_grow_with_the_input(most, num_experts, kernel_device, monkeypatch
 
 
 def test_a_scan_in_steps(kernel_device, monkeypatch):
-    from moe_custom_ops.expert_permutation import kernels
-
-    monkeypatch.setattr(kernels, "SCAN_TILES", 2)
+    monkeypatch.setattr(plans, "SCAN_TILES", 2)
     check(draw(333, 3, 20), 20, kernel_device)
 
 
@@ -142,7 +142,47 @@ def test_the_cuda_implementation(given, kernel_device):
     workspace = None
     if given:
         workspace = make_workspace(expert_permutation_workspace_size(40, 3, 8), kernel_device)
-    results = ops._launch(ids.to(kernel_device), 8, 3, 4, 150, workspace)
+        workspace.fill_(255)
+    results = registered(plans.order, 2, 4)(ids.to(kernel_device), workspace, 8, 3, 4, 150)
     expected = reference.expert_permutation(ids, 8, 4, 150)
     for actual, exact in zip(results, expected, strict=True):
         assert torch.equal(actual.cpu(), exact)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        *BAD_CALLS,
+        ({"num_experts": 4.0}, TypeError, "num_experts must be an int, got float"),
+        ({"alignment": True}, TypeError, "alignment must be an int, got bool"),
+    ],
+)
+def test_bad_input(change, error, message, launched, kernel_device):
+    """Past the dispatcher too what is wrong is an argument of the documented function."""
+    call = {**good(), **change}
+    if isinstance(call["alignment"], int) and call["alignment"] > 2:
+        call["num_rows"] = None
+    call = {k: x.to(kernel_device) if isinstance(x, torch.Tensor) else x for k, x in call.items()}
+    with pytest.raises(error, match=message) as refused:
+        expert_permutation(**call)
+    assert str(refused.value).startswith("expert_permutation: ") and not launched
+
+
+def test_a_bad_map(launched, kernel_device):
+    routing_map = torch.ones(6, 4, dtype=torch.bool, device=kernel_device)
+    for change, error, message in (
+        ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
+        ({"topk": 5}, ValueError, "topk must be at most E = 4, got 5"),
+        ({"topk": 2.0}, TypeError, "topk must be an int, got float"),
+        ({"routing_map": routing_map[0]}, ValueError, r"routing_map must be of shape \[T, E\]"),
+        (
+            {"routing_map": routing_map[:, :0]},
+            ValueError,
+            "routing_map must be .* E from 1 to 4096",
+        ),
+        ({"alignment": 0}, ValueError, "alignment must be at least 1, got 0"),
+        ({"num_rows": -1}, ValueError, "num_rows must be at least 0, got -1"),
+    ):
+        with pytest.raises(error, match=f"expert_permutation_from_map: {message}"):
+            expert_permutation_from_map(**{"routing_map": routing_map, "topk": 2, **change})
+    assert not launched

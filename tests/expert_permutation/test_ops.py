@@ -11,7 +11,8 @@ from moe_custom_ops import (
     expert_permutation_workspace_size,
     make_workspace,
 )
-from moe_custom_ops.expert_permutation.ops import worst_case_rows
+from moe_custom_ops.permutation import plans, reference
+from moe_custom_ops.permutation.arguments import worst_case_rows
 
 
 def by_hand(expert_ids, num_experts, alignment, num_rows):
@@ -76,8 +77,6 @@ def test_sizes_of_the_workspace():
 @pytest.mark.parametrize("topk", [1, 3, 65, 127, 200])
 @pytest.mark.parametrize("num_assignments", [0, 1, 128, 129, 2**18, 2**18 + 1, 2**28])
 def test_the_workspace_holds_the_tiles_that_are_counted(num_assignments, topk, num_experts):
-    from moe_custom_ops.expert_permutation import reference
-
     num_tokens = num_assignments // topk
     size = expert_permutation_workspace_size(num_tokens, topk, num_experts)
     tile = reference.tile_size(num_tokens * topk, num_experts)
@@ -94,9 +93,9 @@ def test_opcheck(given):
     workspace = make_workspace(expert_permutation_workspace_size(9, 2, 5), "cpu") if given else None
     opcheck(torch.ops.moe.expert_permutation.default, (ids, 5, 4, None, workspace))
     if given:
-        opcheck(torch.ops.moe.expert_permutation_in.default, (ids, 5, 2, 4, 20, workspace))
+        opcheck(torch.ops.moe.order_in.default, (ids, workspace, 5, 2, 4, 20))
     else:
-        opcheck(torch.ops.moe.expert_permutation_alone.default, (ids, 5, 2, 4, 20))
+        opcheck(torch.ops.moe.order.default, (ids, 5, 2, 4, 20))
 
 
 def good():
@@ -174,15 +173,13 @@ def test_a_batch_is_mapped():
     ],
 )
 def test_the_inner_ops_check_what_they_rely_on(change, message):
-    from moe_custom_ops.expert_permutation import ops
-
     routing = torch.zeros(6, 2, dtype=torch.int64)
     call = {"routing": routing, "num_experts": 8, "topk": 2, "alignment": 1, "num_rows": 12}
     call |= change
     workspace = make_workspace(4096, "cpu")
     with pytest.raises(ValueError, match=message):
-        torch.ops.moe.expert_permutation_alone(**call)
+        torch.ops.moe.order(**call)
     with pytest.raises(ValueError, match=message):
-        torch.ops.moe.expert_permutation_in(**call, workspace=workspace)
+        torch.ops.moe.order_in(**call, workspace=workspace)
     with pytest.raises(ValueError, match=message):
-        ops._launch(**call, workspace=workspace)
+        plans.order(**call, workspace=workspace)

@@ -5,8 +5,8 @@ import torch
 
 from moe_custom_ops import sequence_aux_loss
 from moe_custom_ops.backend import as_bytes, float64_bits
-from moe_custom_ops.fixed_order import accumulator_dtype, max_chunks
-from moe_custom_ops.sequence_aux_loss import reference
+from moe_custom_ops.fixed_order import accumulator_dtype
+from moe_custom_ops.losses import plans, reference
 from moe_custom_ops.testing import assert_same_bits, make_probs
 
 pytestmark = pytest.mark.kernels
@@ -16,22 +16,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 def run(probs, counts, ends, mask, device, num_warps=None):
     """(loss, scales) from the kernels, over scratch and results that start as NaN."""
-    from moe_custom_ops.sequence_aux_loss import kernels
-
     move = lambda x: None if x is None else x.to(device)  # noqa: E731
     probs, counts, ends, mask = map(move, (probs, counts, ends, mask))
     num_sequences, num_experts = counts.shape
     dtype = accumulator_dtype(probs.dtype)
     slots = reference.num_slots(probs.shape[:-1].numel(), num_sequences, num_experts)
     empty = lambda *shape: torch.full(shape, torch.nan, dtype=dtype, device=device)  # noqa: E731
-    partials = empty(slots * max_chunks(num_experts))
+    partials = empty(slots * reference.max_chunks(num_experts))
     tile_lengths = torch.full((slots,), -(2**30), dtype=torch.int32, device=device)
-    sum_tiles = kernels.tile_sums(probs, counts, ends, mask, slots, num_warps)
+    sum_tiles = plans.sequence_tile_sums(probs, counts, ends, mask, slots, num_warps)
     sum_tiles(probs, counts, ends, as_bytes(mask), partials, tile_lengths)
     loss, scales = empty(), empty(num_sequences)
     sums = empty(num_sequences)
     lengths = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
-    add_slots, add_sequences = kernels.loss_from_tile_sums(probs, counts, ends, slots)
+    add_slots, add_sequences = plans.sequence_from_tile_sums(probs, counts, ends, slots)
     add_slots(partials, tile_lengths, ends, sums, lengths)
     add_sequences(sums, lengths, loss, scales, float64_bits(num_experts * 0.1 / 2))
     return loss.cpu(), scales.cpu()
@@ -68,9 +66,7 @@ def test_every_dtype(dtype, masked, kernel_device):
 
 @pytest.mark.parametrize("num_experts", [1, 7, 64, 160, 2304])
 def test_experts_and_tiles(num_experts, kernel_device):
-    from moe_custom_ops.fixed_order import tile_tokens
-
-    tile = tile_tokens(num_experts)
+    tile = reference.tile_tokens(num_experts)
     lengths = [1, tile - 1, 0, tile, tile + 1, 2 * tile, 3, 0]
     check(*packed(lengths, num_experts), None, kernel_device)
     probs, counts, _ = packed([tile + 1] * 3, num_experts)
@@ -79,11 +75,9 @@ def test_experts_and_tiles(num_experts, kernel_device):
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_many_sequences(index_dtype, kernel_device, monkeypatch):
-    from moe_custom_ops.sequence_aux_loss import kernels
-
     if kernel_device == "cpu":
-        monkeypatch.setattr(kernels, "SEARCH_BLOCK", 16)
-        monkeypatch.setattr(kernels, "TREE_BLOCK", 16)
+        monkeypatch.setattr(plans, "SEARCH_BLOCK", 16)
+        monkeypatch.setattr(plans, "TREE_BLOCK", 16)
     count = 70 if kernel_device == "cpu" else 5000
     lengths = torch.randint(0, 9, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     probs, counts, ends = packed(lengths)
@@ -127,15 +121,12 @@ def test_malformed_bounds_stay_inside(ends, kernel_device):
 
 @pytest.mark.parametrize("num_warps", [1, 2, 4, 8])
 def test_no_launch_choice_changes_a_bit(num_warps, kernel_device, monkeypatch):
-    from moe_custom_ops import triton_common
-    from moe_custom_ops.sequence_aux_loss import kernels
-
     if kernel_device == "cpu" and num_warps > 1:
         pytest.skip("the interpreter has no warps")
     call = packed([40, 0, 7, 300], 500)
     for few_programs, tree_block in ((1, 1024), (30, 16), (10**6, 64)):
-        monkeypatch.setattr(triton_common, "FEW_PROGRAMS", few_programs)
-        monkeypatch.setattr(kernels, "TREE_BLOCK", tree_block)
+        monkeypatch.setattr(plans, "FEW_PROGRAMS", few_programs)
+        monkeypatch.setattr(plans, "TREE_BLOCK", tree_block)
         check(*call, None, kernel_device, num_warps=num_warps)
 
 

@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from moe_custom_ops import aux_loss, make_workspace, sequence_aux_loss
 from moe_custom_ops import sequence_aux_loss_workspace_size as workspace_size
-from moe_custom_ops.sequence_aux_loss import reference
+from moe_custom_ops.losses import reference
 from moe_custom_ops.testing import assert_same_bits, assert_within, make_probs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -188,11 +188,11 @@ def test_opcheck(requires_grad, given, layout):
     size = workspace_size(probs.numel() // 8, counts.shape[0], 8)
     workspace = make_workspace(size, "cpu") if given else None
     opcheck(OP, (probs, counts, 2, 0.1, ends, mask, workspace))
-    workspace = make_workspace(size, "cpu").zero_()
-    inner = (probs.detach(), counts, ends, mask, workspace)
-    opcheck(torch.ops.moe.sequence_aux_loss_tile_sums.default, inner)
-    arguments = (probs, counts, ends, mask, 2, 0.1, workspace.zero_())
-    opcheck(torch.ops.moe.sequence_aux_loss_from_tile_sums.default, arguments)
+    inner = (probs.detach(), counts, ends, mask, None, None)
+    if given:
+        opcheck(torch.ops.moe.sequence_aux_loss_forward_in.default, (*inner, workspace, 2, 0.1))
+    else:
+        opcheck(torch.ops.moe.sequence_aux_loss_forward.default, (*inner, 2, 0.1))
 
 
 def test_a_masked_sequence_is_skipped_whatever_its_counts_hold():

@@ -64,10 +64,8 @@ def test_the_workspace_is_written_in_place_without_a_clone():
     assert_expected_inline(
         calls_in_generated_code(code),
         """\
-torch.ops.moe.invert_permutation.default(input0, 48, input1)
-buf2 = torch.ops.moe.restore_gather.default(input2, input3, input0, input4, input1, [16, 3], inverse=None)
-torch.ops.moe.invert_permutation.default(input0, 48, input1)
-buf7 = torch.ops.moe.restore_gather.default(input2, input3, input0, buf3, input1, [16, 3], inverse=None)""",  # noqa: E501
+buf0 = torch.ops.moe.restore_forward_in.default(input0, input1, input2, input3, input4, 0, 0)
+buf4 = torch.ops.moe.restore_forward_in.default(input0, input1, input2, buf2, input4, 0, 0)""",
     )
 
 

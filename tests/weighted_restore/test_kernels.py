@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
+from moe_custom_ops.permutation import plans as inversions
+from moe_custom_ops.permutation.reference import invert
+from moe_custom_ops.rows import plans, reference
 from moe_custom_ops.testing import assert_same_bits, make_assignments
-from moe_custom_ops.weighted_restore import reference
 from tests.poison import untouched
 
 pytestmark = pytest.mark.kernels
@@ -33,35 +35,33 @@ def run(
     few_rows=None,
 ):
     """(out, inverse, grad_rows, grad_scores) from the kernels; ``topk`` where no scores give it."""
-    from moe_custom_ops.weighted_restore import inverse_kernels, kernels
-
     move = lambda x: None if x is None else x.to(device)  # noqa: E731
     rows, scores, indices, addend, grad = map(move, (rows, scores, indices, addend, grad))
     num_tokens, topk = grad.shape[0], topk or scores.shape[1]
     inverse = torch.full((num_tokens * topk,), 12345, dtype=torch.int32, device=device)
-    for launch in inverse_kernels.invert(indices, num_tokens * topk):
+    for launch in inversions.invert(indices, num_tokens * topk):
         launch(indices, inverse)
     out = empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=device)
     slots = torch.full((num_tokens, topk), 12345, dtype=torch.int32, device=device)
     options = {"num_warps": num_warps, "block_h": block_h, "few_rows": few_rows}
-    launch = kernels.restore(rows, scores, addend, num_tokens, topk, **options)
+    launch = plans.restore_launch(rows, scores, addend, num_tokens, topk, **options)
     launch(rows, scores, inverse, addend, out, slots)
     assert torch.equal(slots.flatten(), inverse)
     grad_rows = empty(*rows.shape, dtype=rows.dtype, device=device)
     if scores is None:
         options = {"num_warps": num_warps, "block_h": block_h}
-        kernels.permute(grad, indices, topk, **options)(grad, indices, slots, grad_rows)
+        plans.permute_launch(grad, indices, topk, **options)(grad, indices, slots, grad_rows)
         return out, inverse, grad_rows, None
     grad_scores = torch.full(scores.shape, torch.nan, dtype=scores.dtype, device=device)
     options = {"num_warps": num_warps, "block_k": block_k, "few_rows": few_rows}
-    launch = kernels.restore_backward(grad, rows, scores, indices, topk, True, **options)
+    launch = plans.restore_backward_launch(grad, rows, scores, indices, topk, True, **options)
     launch(grad, rows, scores, indices, slots, grad_rows, grad_scores)
     return out, inverse, grad_rows, grad_scores
 
 
 def expect(rows, scores, indices, addend, grad, topk):
     num_tokens = grad.shape[0]
-    slots = reference.invert(indices, num_tokens * topk).view(num_tokens, topk)
+    slots = invert(indices, num_tokens * topk).view(num_tokens, topk)
     assignments = reference.row_assignments(slots, indices)
     return (
         reference.weighted_restore(rows, scores, slots, addend),
@@ -110,14 +110,12 @@ def test_without_scores(dtype, with_addend, kernel_device):
 @pytest.mark.parametrize("dropped", [0, 5])
 def test_the_ways_to_invert(dropped, kernel_device, monkeypatch):
     """In one program, and by one kernel after the other."""
-    from moe_custom_ops.weighted_restore import inverse_kernels
-
     rows, scores, indices, addend, grad = inputs(90, 3, 2, alignment=8)
     indices[:4] = indices[200]
     kept = slice(dropped, None)
     for at_once in (2**20, 0):
-        monkeypatch.setattr(inverse_kernels, "INVERT_AT_ONCE", at_once)
-        assert len(inverse_kernels.invert(indices, 270)) == (1 if at_once else 2)
+        monkeypatch.setattr(inversions, "INVERT_AT_ONCE", at_once)
+        assert len(inversions.invert(indices, 270)) == (1 if at_once else 2)
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
@@ -131,14 +129,12 @@ def test_shapes(hidden, topk, kernel_device):
 @pytest.mark.parametrize("num_rows", [0, 1, 300])
 def test_sizes_of_an_inversion(num_rows, num_assignments, kernel_device):
     """Of one launch, whose programs own 128 assignments each."""
-    from moe_custom_ops.weighted_restore import inverse_kernels
-
     generator = torch.Generator().manual_seed(2)
     indices = torch.randint(-2, num_assignments + 2, (num_rows,), generator=generator)
     inverse = torch.full((num_assignments + 1,), 12345, dtype=torch.int32, device=kernel_device)
-    (launch,) = inverse_kernels.invert(indices.to(kernel_device), num_assignments)
+    (launch,) = inversions.invert(indices.to(kernel_device), num_assignments)
     launch(indices.to(kernel_device), inverse)
-    assert torch.equal(inverse[:-1].cpu().long(), reference.invert(indices, num_assignments))
+    assert torch.equal(inverse[:-1].cpu().long(), invert(indices, num_assignments))
     assert inverse[-1] == 12345
 
 
@@ -222,9 +218,7 @@ def test_no_launch_choice_changes_a_bit(kernel_device):
 
 def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
     """The forward then reads row after row, the backward moves those of a token together."""
-    from moe_custom_ops.weighted_restore import kernels
-
-    monkeypatch.setattr(kernels, "enough_programs", lambda device: 10)
+    monkeypatch.setattr(plans, "enough_programs", lambda device: 10)
     rows, scores, indices, addend, grad = inputs(30, 3, 9)
     scores[indices[80] // 3] = torch.nan
     # Few are up to 3 of 8: 33 of 90, and not 34.
@@ -234,9 +228,9 @@ def test_few_rows_of_many_assignments(kernel_device, monkeypatch):
         (slice(1, 80, 7), True),
         (slice(34), False),
     ):
-        launch = kernels.restore_backward(grad, rows[kept], scores, indices[kept], 3, True)
+        launch = plans.restore_backward_launch(grad, rows[kept], scores, indices[kept], 3, True)
         assert launch.options["COMPACT"] is few
-        assert (kernels.restore(rows[kept], scores, None, 30, 3).options["LOADS"] == 1) is few
+        assert (plans.restore_launch(rows[kept], scores, None, 30, 3).options["LOADS"] == 1) is few
         check(rows[kept], scores, indices[kept], addend, grad, kernel_device)
 
 
@@ -263,17 +257,15 @@ def test_products_are_rounded_before_they_are_added(kernel_device):
 
 def test_garbage_in_the_inverse_is_bounded(kernel_device):
     """Slots that are no row read nothing, and every element is still written."""
-    from moe_custom_ops.weighted_restore import kernels
-
     rows, scores, indices, addend, grad = (x.to(kernel_device) for x in inputs(9, 2, 40))
     garbage = torch.tensor([-5, 18, 2**31 - 1, -(2**31), 3, 3], dtype=torch.int32).repeat(3)
     out = empty(9, 40, dtype=rows.dtype, device=kernel_device)
     slots = torch.full((9, 2), 12345, dtype=torch.int32, device=kernel_device)
-    launch = kernels.restore(rows, scores, addend, 9, 2)
+    launch = plans.restore_launch(rows, scores, addend, 9, 2)
     launch(rows, scores, garbage.to(kernel_device), addend, out, slots)
     assert slots.flatten().cpu().tolist() == [-1, -1, -1, -1, 3, 3] * 3
     grads = [empty(*x.shape, dtype=x.dtype, device=kernel_device) for x in (rows, scores)]
-    launch = kernels.restore_backward(grad, rows, scores, indices, 2, True)
+    launch = plans.restore_backward_launch(grad, rows, scores, indices, 2, True)
     launch(grad, rows, scores, indices, slots, *grads)
     for result in (out, *grads):
         assert not result.isnan().any()

@@ -7,13 +7,14 @@ import torch
 from torch.library import opcheck
 
 from moe_custom_ops import make_workspace, weighted_restore, weighted_restore_workspace_size
+from moe_custom_ops.permutation.reference import invert
+from moe_custom_ops.rows import reference
 from moe_custom_ops.testing import (
     assert_same_bits,
     assert_within,
     make_assignments,
     permutation_of,
 )
-from moe_custom_ops.weighted_restore import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 OP = torch.ops.moe.weighted_restore.default
@@ -59,27 +60,36 @@ def test_opcheck_of_the_public_op(requires_grad, given, with_addend):
     opcheck(OP, (rows, scores, indices, addend if with_addend else None, workspace))
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck_of_the_inner_ops(requires_grad):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_opcheck_of_the_inner_ops(weighted):
     rows, scores, indices, addend = make()
     workspace = workspace_for(scores)
-    opcheck(torch.ops.moe.invert_permutation.default, (indices, scores.numel(), workspace))
-    torch.ops.moe.invert_permutation(indices, scores.numel(), workspace)
-    slots = workspace[: 4 * scores.numel()].view(torch.int32).view(scores.shape).clone()
+    inverse = torch.ops.moe.inverse(indices, 7, 3)
+    scores, shape = (scores, (0, 0)) if weighted else (None, (7, 3))
+    for start in (addend, None):
+        given = rows, scores, indices, start
+        opcheck(torch.ops.moe.restore_forward.default, (*given, *shape))
+        opcheck(torch.ops.moe.restore_forward_in.default, (*given, workspace, *shape))
+        opcheck(torch.ops.moe.restore_of_inverse.default, (*given, inverse, *shape))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_of_the_backward(requires_grad):
+    rows, scores, indices, addend = make()
+    inverse = torch.ops.moe.inverse(indices, 7, 3)
     for tensor in (rows, scores, addend):
         tensor.requires_grad_(requires_grad)
-    gather = torch.ops.moe.restore_gather.default
-    for given in (workspace, None):
-        opcheck(gather, (rows, scores, indices, addend, given, [7, 3]))
-        opcheck(gather, (rows, None, indices, None, given, [7, 3]))
+    opcheck(torch.ops.moe.restore_gather.default, (rows, indices, inverse))
     for read, weights, need_rows in (
         (rows, scores, True),
         (None, scores, True),
         (None, None, True),
         (rows, scores, False),
     ):
-        arguments = (addend, read, weights, indices, slots, need_rows)
+        arguments = (addend, read, weights, indices, inverse, need_rows)
         opcheck(torch.ops.moe.restore_backward.default, arguments)
+        if not requires_grad:
+            opcheck(torch.ops.moe.restore_grads.default, arguments)
 
 
 @pytest.mark.parametrize(("dtype", "scores_dtype"), list(itertools.product(DTYPES, DTYPES)))
@@ -129,7 +139,7 @@ def test_gradients_against_a_float64_oracle(dtype, scores_dtype):
 
 def test_gradients_against_autograd_through_the_reference():
     rows, scores, indices, addend = make(dtype=torch.float64, scores_dtype=torch.float64)
-    slots = reference.invert(indices, scores.numel()).view(scores.shape)
+    slots = invert(indices, scores.numel()).view(scores.shape)
     inputs = [tensor.requires_grad_() for tensor in (rows, scores, addend)]
     ours = weighted_restore(rows, scores, indices, addend)
     theirs = reference.weighted_restore(rows, scores, slots, addend)
@@ -324,13 +334,20 @@ def test_two_backwards_of_one_graph_are_equal_whatever_the_workspace_holds():
         assert_same_bits(a, b)
 
 
-def test_garbage_in_the_scratch_is_bounded():
+def test_what_the_scratch_holds_changes_nothing():
     rows, scores, indices, addend = make()
+    given = rows, scores, indices, addend
     scratch = torch.randint(0, 256, (workspace_for(scores).shape[0],), dtype=torch.uint8)
-    out, _ = torch.ops.moe.restore_gather(rows, scores, indices, addend, scratch, [7, 3])
-    assert out.shape == addend.shape
-    with pytest.raises(ValueError, match="workspace must be at least 84 bytes"):
-        torch.ops.moe.restore_gather(rows, scores, indices, addend, scratch[:16], [7, 3])
+    results = torch.ops.moe.restore_forward_in(*given, scratch, 0, 0)
+    expected = torch.ops.moe.restore_forward(*given, 0, 0)
+    for actual, exact in zip(results, expected, strict=True):
+        assert torch.equal(actual, exact)
+    # What it holds is no more than an inverse may hold, which is bounded.
+    garbage = scratch[: 4 * scores.numel()].view(torch.int32).view(scores.shape)
+    out = torch.ops.moe.restore_of_inverse(*given, garbage, 0, 0)
+    assert out.shape == addend.shape and out.isfinite().all()
+    with pytest.raises(ValueError, match="workspace must be at least 96 bytes"):
+        torch.ops.moe.restore_forward_in(*given, scratch[:16], 0, 0)
 
 
 def bad(change):

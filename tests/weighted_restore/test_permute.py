@@ -19,6 +19,7 @@ from moe_custom_ops import (
 )
 from moe_custom_ops.testing import assert_same_bits, make_assignments
 from tests.compiling import compile_fresh, graphs
+from tests.conftest import dispatched
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
@@ -125,6 +126,7 @@ def test_what_an_inverse_holds_is_bounded():
     inverse = garbage.repeat(6)[:27].view(9, 3)
     rows = torch.randn(27, 40)
     out = restore(rows, indices, 9, 3, None, None, inverse)
+    assert_same_bits(torch.ops.moe.restore_gather(rows, indices, inverse), out)
     torch.testing.assert_close(out, rows[3] * (inverse == 3).sum(1, keepdim=True))
     permute(tokens, indices, 3, None, inverse)
     leaves = rows.requires_grad_(), torch.rand(9, 3, requires_grad=True)
@@ -144,10 +146,16 @@ def test_opcheck(given, grad):
         "workspace": (workspace, None),
         "inverse": (None, inverse_permutation(indices, 9, 3)),
     }[given]
+    if given == "nothing":
+        opcheck(torch.ops.moe.permute_forward.default, (tokens, indices, 3))
+    elif given == "workspace":
+        opcheck(torch.ops.moe.permute_in.default, (tokens, indices, workspace, 3))
+    else:
+        opcheck(torch.ops.moe.permute_of_inverse.default, (tokens, indices, inversion[1], 3))
     opcheck(torch.ops.moe.permute.default, (tokens.requires_grad_(grad), indices, 3, *inversion))
     if given == "inverse":
         opcheck(torch.ops.moe.inverse_permutation.default, (indices, 9, 3))
-        opcheck(torch.ops.moe.inverse.default, (indices, [9, 3]))
+        opcheck(torch.ops.moe.inverse.default, (indices, 9, 3))
         rows = torch.randn(27, 40, requires_grad=grad)
         opcheck(torch.ops.moe.restore.default, (rows, indices, 9, 3, None, *inversion))
 
@@ -191,8 +199,8 @@ def test_a_layer_inverts_once():
     grad, codes = run_and_get_code(gradient, compiled)
     assert_same_bits(grad, gradient(layer))
     ops = [name for code in codes for name in re.findall(r"= torch\.ops\.moe\.(\w+)", code)]
-    gather_and_back = ["restore_backward", "restore_gather"]
-    assert ops == ["inverse", *gather_and_back, *gather_and_back]
+    forward = ["inverse", "permute_of_inverse", "restore_of_inverse"]
+    assert ops == [*forward, "restore_grads", "restore_of_inverse"]
 
 
 @pytest.mark.parametrize(
@@ -270,6 +278,7 @@ def test_direct_gradients(dtype, given, launched, kernel_device):
     tokens, indices = make(dtype=dtype, alignment=4)
     grad = torch.randn(indices.shape[0], 40).to(dtype)
     expected = torch.ops.moe.restore(grad, indices, 9, 3)
+    assert not launched
     tokens, indices = tokens.to(kernel_device).requires_grad_(), indices.to(kernel_device)
     inverse = inverse_permutation(indices, 9, 3) if given else None
     for _ in range(2):
@@ -317,7 +326,8 @@ def test_direct_second_gradient(launched, kernel_device):
         (grad,) = torch.autograd.grad((rows**3 * weight).sum(), x, create_graph=True)
         return torch.autograd.grad((grad * x).sum(), x)[0].cpu()
 
-    expected = second(tokens, indices, weight, torch.ops.moe.permute)
+    with dispatched():
+        expected = second(tokens, indices, weight, torch.ops.moe.permute)
     assert not launched
     moved = [x.to(kernel_device) for x in (tokens, indices, weight)]
     torch.testing.assert_close(second(*moved, permute), expected, rtol=1e-12, atol=0)

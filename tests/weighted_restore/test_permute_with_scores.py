@@ -11,8 +11,11 @@ from moe_custom_ops import (
     permute_with_scores,
     restore,
 )
+from moe_custom_ops.op import registered
+from moe_custom_ops.rows import ops, plans
 from moe_custom_ops.testing import assert_same_bits, make_assignments
 from tests.compiling import compile_fresh, graphs
+from tests.conftest import dispatched
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FORWARD = ["_permute_kernel", "_scores_to_rows_kernel"]
@@ -86,6 +89,9 @@ def test_opcheck(grad):
     opcheck(torch.ops.moe.scores_to_rows.default, (scores, indices, inverse))
     rows = torch.randn(len(indices), requires_grad=grad)
     opcheck(torch.ops.moe.rows_to_scores.default, (rows, indices, inverse))
+    if not grad:
+        opcheck(torch.ops.moe.scores_to_rows_forward.default, (scores, indices, inverse))
+        opcheck(torch.ops.moe.rows_to_scores_forward.default, (rows, indices, inverse))
 
 
 def test_one_graph_for_all_token_counts():
@@ -144,8 +150,9 @@ def test_the_direct_path(dtype, given, launched, kernel_device):
     tokens, scores, indices = make(scores_dtype=dtype)
     grad = torch.randn(len(indices)).to(dtype)
     leaf = scores.clone().requires_grad_()
-    rows, row_scores = torch.ops.moe.permute_with_scores(tokens, leaf, indices)
-    (expected,) = torch.autograd.grad(row_scores, leaf, grad)
+    with dispatched():
+        rows, row_scores = torch.ops.moe.permute_with_scores(tokens, leaf, indices)
+        (expected,) = torch.autograd.grad(row_scores, leaf, grad)
     assert not launched
     tokens, indices = tokens.to(kernel_device), indices.to(kernel_device)
     inverse = inverse_permutation(indices, 9, 3) if given else None
@@ -166,13 +173,18 @@ def test_the_direct_path(dtype, given, launched, kernel_device):
 
 @pytest.mark.kernels
 def test_the_cuda_implementations(kernel_device):
-    from moe_custom_ops.weighted_restore import inverse_ops
-
     _, scores, indices = make()
     inverse = inverse_permutation(indices, 9, 3)
     inverse[0, 0], inverse[0, 1] = 10**6, -7
     moved = [x.to(kernel_device) for x in (scores, indices, inverse)]
-    row_scores = inverse_ops._scores_to_rows_cuda(*moved)
-    assert_same_bits(row_scores, inverse_ops.scores_to_rows(scores, indices, inverse))
-    back = inverse_ops._rows_to_scores_cuda(row_scores, *moved[1:])
-    assert_same_bits(back, inverse_ops.rows_to_scores(row_scores.cpu(), indices, inverse))
+    row_scores = registered(plans.scores_to_rows, 3)(*moved)
+    assert_same_bits(row_scores, ops._scores_to_rows_cpu(scores, indices, inverse))
+    back = registered(plans.rows_to_scores, 3)(row_scores, *moved[1:])
+    assert_same_bits(back, ops._rows_to_scores_cpu(row_scores.cpu(), indices, inverse))
+    for run, first, change, message in (
+        (registered(plans.scores_to_rows, 3), moved[0], moved[2].long(), "slots must be int32"),
+        (registered(plans.scores_to_rows, 3), moved[0], moved[2][:2], "slots must be of shape"),
+        (registered(plans.rows_to_scores, 3), row_scores, moved[2].long(), "slots must be int32"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            run(first, moved[1], change)

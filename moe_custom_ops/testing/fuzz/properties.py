@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ... import direct
+from ... import launch
+from ... import op as calls
 from ..compare import assert_same_bits, assert_within_budget, budget_of
 from . import tensors
 from .oracles import ORACLES
@@ -66,23 +67,21 @@ def kernels(seen: Seen) -> Iterator[None]:
         with _CountOps(seen):
             yield
         return
-    from ... import triton_common
+    call = launch.Launch.__call__
 
-    launch = triton_common.Launch.__call__
-
-    def counted(self: triton_common.Launch, *first: Any) -> None:
+    def counted(self: launch.Launch, *first: Any) -> None:
         seen.launches += 1
-        launch(self, *first)
+        call(self, *first)
 
     with (
-        mock.patch.object(triton_common.Launch, "__call__", counted),
+        mock.patch.object(launch.Launch, "__call__", counted),
         mock.patch.multiple(
-            triton_common,
+            launch,
             _multiprocessors=lambda device: 1,
             FEW_PER_MULTIPROCESSOR=1,
             ENOUGH_PER_MULTIPROCESSOR=2,
         ),
-        mock.patch.object(direct, "CUDA", DEVICE == "cuda"),
+        mock.patch.object(calls, "CUDA", DEVICE == "cuda"),
     ):
         yield
 

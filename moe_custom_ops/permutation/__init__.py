@@ -1,12 +1,13 @@
-"""The order in which experts take the tokens' assignments."""
+"""The order in which experts take the tokens' assignments, and its inverse."""
 
 from .api import (
     compose_permutations,
     expert_permutation,
     expert_permutation_from_counts,
     expert_permutation_from_map,
+    inverse_permutation,
 )
-from .ops import expert_permutation_workspace_size
+from .arguments import expert_permutation_workspace_size
 
 __all__ = [
     "compose_permutations",
@@ -14,4 +15,5 @@ __all__ = [
     "expert_permutation_from_counts",
     "expert_permutation_from_map",
     "expert_permutation_workspace_size",
+    "inverse_permutation",
 ]

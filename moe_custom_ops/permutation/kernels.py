@@ -1,27 +1,16 @@
-"""Triton kernels of expert_permutation: count by tiles, scan over tiles, place.
+"""Triton kernels of orders (count by tiles, scan over tiles, place) and of the inverse.
 
 Tiles of consecutive assignments. An assignment's row is the start of its expert's group, plus the
 assignments of that expert in earlier tiles, and earlier in its own. All are integers, and each is
 counted by one program: nothing depends on an order of arrival.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..fixed_order import next_power_of_2
-from ..triton_common import Launch, wait_for_previous_kernel
-from .reference import bins, tile_size
+from ..triton_common import prefetch, wait_for_previous_kernel
 
-MIN_FILL, MAX_FILL = 64, 1024
-MAP_BLOCK = 1024
-SEGMENT_BLOCK = 1024
-SCAN_TILES = 1024
-SCAN_EXPERTS = 8
-COUNT_BLOCK = 512
+INDICES_PER_LINE = tl.constexpr(16)
 
 
 @triton.jit
@@ -300,119 +289,61 @@ def _order_from_counts_kernel(
         tl.store(sorted_ptr + rows, padding, mask=rows < num_rows)
 
 
-def from_counts(counts: Tensor, alignment: int, num_rows: int) -> Launch:
-    """Of (counts [ranks, E], sorted, tokens_per_expert, offsets)."""
-    num_ranks, num_experts = counts.shape
-    block_r, block_e = next_power_of_2(num_ranks), next_power_of_2(num_experts)
-    return Launch(
-        _order_from_counts_kernel,
-        num_ranks * num_experts,
-        counts.device,
-        num_rows,
-        num_ranks,
-        num_experts,
-        *counts.stride(),
-        ALIGNMENT=alignment,
-        BLOCK_R=block_r,
-        BLOCK_E=block_e,
-        BLOCK=SEGMENT_BLOCK,
-        num_warps=min(max(block_r * block_e // 1024, 1), 16),
-        overlap=True,
-    )
+@triton.jit(do_not_specialize=["num_rows", "num_assignments"])
+def _invert_at_once_kernel(
+    indices_ptr,
+    inverse_ptr,
+    num_rows,
+    num_assignments,
+    stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Both of the kernels below in one: each program looks through all rows for its assignments."""
+    rows = tl.arange(0, BLOCK_N).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_A
+    if OVERLAP:
+        prefetch(indices_ptr + rows * stride, (rows < num_rows) & (rows % INDICES_PER_LINE == 0))
+    wait_for_previous_kernel(OVERLAP, True)
+    own = first + tl.arange(0, BLOCK_A)
+    end = tl.minimum(first + BLOCK_A, num_assignments)
+    tl.store(inverse_ptr + own, tl.full([BLOCK_A], -1, tl.int32), mask=own < end)
+    index = tl.load(indices_ptr + rows * stride, mask=rows < num_rows, other=-1).to(tl.int64)
+    held = (index >= first) & (index < end)
+    # The maxima of all threads come behind the stores of all threads.
+    tl.debug_barrier()
+    tl.atomic_max(inverse_ptr + index, rows.to(tl.int32), mask=held, sem="relaxed")
 
 
-def _place_block(tile: int, num_bins: int) -> tuple[int, int]:
-    """(assignments that are compared with one another, warps)
+@triton.jit(do_not_specialize=["num_assignments"])
+def _fill_inverse_kernel(
+    indices_ptr,
+    inverse_ptr,
+    num_assignments,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous_kernel(OVERLAP, True)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(inverse_ptr + offsets, tl.full([BLOCK], -1, tl.int32), mask=offsets < num_assignments)
 
-    One block where it is small, as each must add its counts by a histogram. That is cheap for few
-    experts: of 2^20 assignments of 64, blocks of 32 took 33 us, of 64 41 and of 128 57 on an H200.
-    """
-    if tile <= 64:
-        return next_power_of_2(tile), 1 if num_bins <= 256 else 2
-    return (32, 1) if num_bins <= 256 else (128, 4)
 
-
-def expert_permutation(
-    routing: Tensor, num_experts: int, topk: int, alignment: int, num_rows: int
-) -> tuple[Launch, Launch, Launch]:
-    """The launches that count, scan and place.
-
-    ``routing`` is expert ids [tokens, topk], or, as bytes, a map [tokens, num_experts]. The count
-    takes (ids, counts, sorted) or (map, ids, counts, sorted), where it writes ids int32
-    [tokens, topk]; the scan takes (counts), the placement (ids, counts, sorted, tokens_per_expert,
-    offsets). ``counts`` is scratch, for each tile's counts and the totals.
-    """
-    device, num_tokens = routing.device, routing.shape[0]
-    is_map = routing.dtype == torch.uint8
-    num_assignments = num_tokens * topk
-    tile, num_bins = tile_size(num_assignments, num_experts), bins(num_experts)
-    if is_map:
-        tile = max(tile // topk, 1) * topk
-    num_tiles = triton.cdiv(num_assignments, tile)
-    sizes = num_tiles, num_rows, num_experts
-    common: dict[str, Any] = {"K": topk, "BINS": num_bins, "overlap": True}
-    fill = next_power_of_2(triton.cdiv(num_rows, max(num_tiles, 1)))
-    fill = min(max(fill, MIN_FILL), MAX_FILL)
-    programs = max(num_tiles, triton.cdiv(num_rows, fill))
-    if is_map:
-        block = min(max(MAP_BLOCK // num_bins, 1), next_power_of_2(tile // topk))
-        count = Launch(
-            _count_map_kernel,
-            programs,
-            device,
-            num_tokens,
-            tile // topk,
-            *sizes,
-            *routing.stride(),
-            PADDED_K=next_power_of_2(topk),
-            BLOCK=block,
-            FILL=fill,
-            num_warps=min(max(block * num_bins // 512, 1), 4),
-            **common,
-        )
-        strides: tuple[int, ...] = topk, 1
-    else:
-        block = min(tile, COUNT_BLOCK)
-        count = Launch(
-            _count_experts_kernel,
-            programs,
-            device,
-            num_assignments,
-            tile,
-            *sizes,
-            *routing.stride(),
-            BLOCK=block,
-            BLOCKS=tile // block,
-            FILL=fill,
-            num_warps=max(block // 128, 1),
-            **common,
-        )
-        strides = routing.stride()
-    block_e = min(SCAN_EXPERTS, num_bins)
-    scan = Launch(
-        _scan_tiles_kernel,
-        num_bins // block_e,
-        device,
-        num_tiles,
-        BINS=num_bins,
-        BLOCK_T=min(next_power_of_2(num_tiles), SCAN_TILES),
-        BLOCK_E=block_e,
-        num_warps=8,
-        overlap=True,
-    )
-    block, num_warps = _place_block(tile, num_bins)
-    place = Launch(
-        _place_assignments_kernel,
-        max(num_tiles, 1),
-        device,
-        num_assignments,
-        tile,
-        *sizes,
-        *strides,
-        ALIGNMENT=alignment,
-        BLOCK=block,
-        BLOCKS=triton.cdiv(tile, block),
-        num_warps=num_warps,
-        **common,
-    )
-    return count, scan, place
+@triton.jit(do_not_specialize=["num_rows", "num_assignments"])
+def _invert_kernel(
+    indices_ptr,
+    inverse_ptr,
+    num_rows,
+    num_assignments,
+    stride,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if OVERLAP:
+        prefetch(indices_ptr + rows * stride, (rows < num_rows) & (rows % INDICES_PER_LINE == 0))
+    wait_for_previous_kernel(OVERLAP, True)
+    index = tl.load(indices_ptr + rows * stride, mask=rows < num_rows, other=-1).to(tl.int64)
+    held = (index >= 0) & (index < num_assignments)
+    # An integer maximum commutes: the highest row wins a duplicate in any order of arrival.
+    tl.atomic_max(inverse_ptr + index, rows.to(tl.int32), mask=held, sem="relaxed")

@@ -1,10 +1,8 @@
-"""The documented functions of the restores, of permute and of the inverse that they share."""
+"""The documented functions of permute and of the restores."""
 
-import torch
 from torch import Tensor
 
-from .. import checks
-from . import direct
+from . import ops
 
 
 def weighted_restore(
@@ -66,21 +64,7 @@ def weighted_restore(
         >>> weighted_restore(rows, torch.rand(3, 2), token_indices_sorted).shape
         torch.Size([3, 16])
     """
-    arguments = rows, top_scores, token_indices_sorted, addend, workspace, inverse
-    if not torch.compiler.is_compiling():
-        out = direct.weighted_restore(*arguments)
-        if out is not None:
-            return out
-    checks.is_tensor("weighted_restore", "rows", rows)
-    checks.is_tensor("weighted_restore", "top_scores", top_scores)
-    checks.is_tensor("weighted_restore", "token_indices_sorted", token_indices_sorted)
-    if addend is not None:
-        checks.is_tensor("weighted_restore", "addend", addend)
-    if workspace is not None:
-        checks.is_tensor("weighted_restore", "workspace", workspace)
-    if inverse is not None:
-        checks.is_tensor("weighted_restore", "inverse", inverse)
-    return torch.ops.moe.weighted_restore(*arguments)
+    return ops.WEIGHTED_RESTORE(rows, top_scores, token_indices_sorted, addend, workspace, inverse)
 
 
 def restore(
@@ -133,22 +117,7 @@ def restore(
         >>> restore(rows, token_indices_sorted, num_tokens=3, topk=2).shape
         torch.Size([3, 16])
     """
-    arguments = rows, token_indices_sorted, num_tokens, topk, addend, workspace, inverse
-    if not torch.compiler.is_compiling():
-        out = direct.restore(*arguments)
-        if out is not None:
-            return out
-    checks.is_tensor("restore", "rows", rows)
-    checks.is_tensor("restore", "token_indices_sorted", token_indices_sorted)
-    checks.is_integer("restore", "num_tokens", num_tokens)
-    checks.is_integer("restore", "topk", topk)
-    if addend is not None:
-        checks.is_tensor("restore", "addend", addend)
-    if workspace is not None:
-        checks.is_tensor("restore", "workspace", workspace)
-    if inverse is not None:
-        checks.is_tensor("restore", "inverse", inverse)
-    return torch.ops.moe.restore(*arguments)
+    return ops.RESTORE(rows, token_indices_sorted, num_tokens, topk, addend, workspace, inverse)
 
 
 def permute(
@@ -195,19 +164,7 @@ def permute(
         >>> permute(tokens, expert_ids.flatten().argsort(stable=True), topk=2)[:, 0].tolist()
         [0.0, 2.0, 4.0, 0.0, 2.0, 4.0]
     """
-    arguments = tokens, token_indices_sorted, topk, workspace, inverse
-    if not torch.compiler.is_compiling():
-        rows = direct.permute(*arguments)
-        if rows is not None:
-            return rows
-    checks.is_tensor("permute", "tokens", tokens)
-    checks.is_tensor("permute", "token_indices_sorted", token_indices_sorted)
-    checks.is_integer("permute", "topk", topk)
-    if workspace is not None:
-        checks.is_tensor("permute", "workspace", workspace)
-    if inverse is not None:
-        checks.is_tensor("permute", "inverse", inverse)
-    return torch.ops.moe.permute(*arguments)
+    return ops.PERMUTE(tokens, token_indices_sorted, topk, workspace, inverse)
 
 
 def permute_with_scores(
@@ -246,49 +203,4 @@ def permute_with_scores(
         >>> permute_with_scores(torch.rand(2, 8), scores, order)[1].tolist()
         [0.75, 0.5, 0.25, 0.0]
     """
-    arguments = tokens, top_scores, token_indices_sorted, workspace, inverse
-    if not torch.compiler.is_compiling():
-        results = direct.permute_with_scores(*arguments)
-        if results is not None:
-            return results
-    name = "permute_with_scores"
-    checks.is_tensor(name, "tokens", tokens)
-    checks.is_tensor(name, "top_scores", top_scores)
-    checks.is_tensor(name, "token_indices_sorted", token_indices_sorted)
-    if workspace is not None:
-        checks.is_tensor(name, "workspace", workspace)
-    if inverse is not None:
-        checks.is_tensor(name, "inverse", inverse)
-    return torch.ops.moe.permute_with_scores(*arguments)
-
-
-def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor:
-    """The row of each assignment, which :func:`permute` and the restores can share.
-
-    Args:
-        token_indices_sorted: int32 or int64 [N]: the flat assignment t * K + k of each row. A
-            negative value, or one of at least T * K, marks padding.
-        num_tokens: number T of tokens, at least 0.
-        topk: experts per token K, at least 1.
-
-    Returns:
-        int32 [T, K]: the highest row that holds the assignment, or -1 where none does.
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape, value or device.
-        NotImplementedError: a CUDA tensor on a ROCm build.
-
-    Example:
-        >>> inverse_permutation(torch.tensor([2, 0, -1, 3]), num_tokens=2, topk=2).tolist()
-        [[1, -1], [0, 3]]
-    """
-    if not torch.compiler.is_compiling():
-        inverse = direct.inverse_permutation(token_indices_sorted, num_tokens, topk)
-        if inverse is not None:
-            return inverse
-    name = "inverse_permutation"
-    checks.is_tensor(name, "token_indices_sorted", token_indices_sorted)
-    checks.is_integer(name, "num_tokens", num_tokens)
-    checks.is_integer(name, "topk", topk)
-    return torch.ops.moe.inverse_permutation(token_indices_sorted, num_tokens, topk)
+    return ops.PERMUTE_WITH_SCORES(tokens, top_scores, token_indices_sorted, workspace, inverse)

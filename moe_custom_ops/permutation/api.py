@@ -1,10 +1,9 @@
-"""The documented functions of expert_permutation."""
+"""The documented functions of orders and of the inverse."""
 
 import torch
 from torch import Tensor
 
-from .. import checks
-from . import direct
+from . import arguments, ops
 
 
 def expert_permutation(
@@ -59,18 +58,7 @@ def expert_permutation(
         >>> counts.tolist(), offsets.tolist()
         ([2, 1, 2], [2, 4, 6])
     """
-    if not torch.compiler.is_compiling():
-        results = direct.expert_permutation(expert_ids, num_experts, alignment, num_rows, workspace)
-        if results is not None:
-            return results
-    checks.is_tensor("expert_permutation", "expert_ids", expert_ids)
-    checks.is_integer("expert_permutation", "num_experts", num_experts)
-    checks.is_integer("expert_permutation", "alignment", alignment)
-    if num_rows is not None:
-        checks.is_integer("expert_permutation", "num_rows", num_rows, "an int or None")
-    if workspace is not None:
-        checks.is_tensor("expert_permutation", "workspace", workspace)
-    return torch.ops.moe.expert_permutation(expert_ids, num_experts, alignment, num_rows, workspace)
+    return ops.EXPERT_PERMUTATION(expert_ids, num_experts, alignment, num_rows, workspace)
 
 
 def expert_permutation_from_map(
@@ -111,20 +99,7 @@ def expert_permutation_from_map(
         >>> order.tolist(), counts.tolist(), offsets.tolist()
         ([0, 2, 1, -1], [1, 1, 1], [1, 2, 3])
     """
-    arguments = routing_map, topk, alignment, num_rows, workspace
-    if not torch.compiler.is_compiling():
-        results = direct.expert_permutation_from_map(*arguments)
-        if results is not None:
-            return results
-    name = "expert_permutation_from_map"
-    checks.is_tensor(name, "routing_map", routing_map)
-    checks.is_integer(name, "topk", topk)
-    checks.is_integer(name, "alignment", alignment)
-    if num_rows is not None:
-        checks.is_integer(name, "num_rows", num_rows, "an int or None")
-    if workspace is not None:
-        checks.is_tensor(name, "workspace", workspace)
-    return torch.ops.moe.expert_permutation_from_map(*arguments)
+    return ops.FROM_MAP(routing_map, topk, alignment, num_rows, workspace)
 
 
 def expert_permutation_from_counts(
@@ -158,18 +133,31 @@ def expert_permutation_from_counts(
         >>> order.tolist(), totals.tolist(), offsets.tolist()
         ([0, 1, 3, 2, 4, 5], [3, 3], [3, 6])
     """
-    arguments = counts, num_rows, alignment, workspace
-    if not torch.compiler.is_compiling():
-        results = direct.expert_permutation_from_counts(*arguments)
-        if results is not None:
-            return results
-    name = "expert_permutation_from_counts"
-    checks.is_tensor(name, "counts", counts)
-    checks.is_integer(name, "num_rows", num_rows)
-    checks.is_integer(name, "alignment", alignment)
-    if workspace is not None:
-        checks.is_tensor(name, "workspace", workspace)
-    return torch.ops.moe.expert_permutation_from_counts(*arguments)
+    return ops.FROM_COUNTS(counts, num_rows, alignment, workspace)
+
+
+def inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor:
+    """The row of each assignment, which :func:`permute` and the restores can share.
+
+    Args:
+        token_indices_sorted: int32 or int64 [N]: the flat assignment t * K + k of each row. A
+            negative value, or one of at least T * K, marks padding.
+        num_tokens: number T of tokens, at least 0.
+        topk: experts per token K, at least 1.
+
+    Returns:
+        int32 [T, K]: the highest row that holds the assignment, or -1 where none does.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, value or device.
+        NotImplementedError: a CUDA tensor on a ROCm build.
+
+    Example:
+        >>> inverse_permutation(torch.tensor([2, 0, -1, 3]), num_tokens=2, topk=2).tolist()
+        [[1, -1], [0, 3]]
+    """
+    return ops.INVERSE_PERMUTATION(token_indices_sorted, num_tokens, topk)
 
 
 def compose_permutations(first: Tensor, second: Tensor) -> Tensor:
@@ -194,12 +182,7 @@ def compose_permutations(first: Tensor, second: Tensor) -> Tensor:
         >>> compose_permutations(torch.tensor([4, 2, -1]), torch.tensor([1, 0, 2, -1])).tolist()
         [2, 4, -1, -1]
     """
-    name = "compose_permutations"
-    for argument, tensor in (("first", first), ("second", second)):
-        checks.is_tensor(name, argument, tensor)
-        checks.dtype(name, argument, tensor, checks.INDEX_DTYPES)
-        checks.rank(name, argument, tensor, "[N]")
-    checks.same_device(name, "second", second, first, "first")
+    arguments.check_compose(first, second)
     padded = torch.nn.functional.pad(first.clamp(min=-1), (0, 1), value=-1)
     num_rows = first.shape[0]
     index = torch.where((second < 0) | (second >= num_rows), num_rows, second.to(torch.int64))

@@ -1,40 +1,14 @@
-"""Triton kernels of weighted_restore and restore, and of their backward.
+"""Triton kernels of permute and of the restores, and of their backward.
 
 Row offsets are int64 before they are multiplied by a stride: a tensor may hold more than 2^31
 elements. Without scores a product is the row itself.
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..fixed_order import accumulator_dtype, next_power_of_2
-from ..triton_common import (
-    TRITON_DTYPES,
-    Launch,
-    cast,
-    enough_programs,
-    few_programs,
-    prefetch_tile,
-    strides,
-    tree_sum,
-    wait_for_previous_kernel,
-    widen,
-)
-from .reference import ACCUMULATOR_LANES
+from ..triton_common import cast, prefetch_tile, tree_sum, wait_for_previous_kernel, widen
 
-MAX_BLOCK_H = 1024
-MIN_BLOCK_H = 256
-# Bytes of each column that a program of the forward has on their way to it.
-LOAD_BYTES = 16
-# Of a row, what a program takes where most assignments have none: 32 columns of two bytes a thread.
-FEW_ROWS_BYTES = 4096
-# Assignments of one token that a program of the backward holds, and rows that one zeroes.
-MAX_BLOCK_K = 8
-ZERO_BLOCK_ROWS = 32
 ZERO_COLUMNS = tl.constexpr(256)
 
 
@@ -365,203 +339,46 @@ def _permute_kernel(
         )
 
 
-def _unit(dtype: torch.dtype, *sizes: int) -> int:
-    """Elements of a load of at most 16 bytes that divide all of ``sizes``.
-
-    Sizes reach a kernel in these units: that a size is a multiple of 8, Triton finds out only where
-    it is a multiple of 16. Rows of 7176 bfloat16 took 1.7 times as long without.
-    """
-    return math.gcd(16 // dtype.itemsize, *sizes)
-
-
-def restore(
-    rows: Tensor,
-    top_scores: Tensor | None,
-    addend: Tensor | None,
-    num_tokens: int,
-    topk: int,
-    num_warps: int = 2,
-    block_h: int | None = None,
-    few_rows: bool | None = None,
-) -> Launch:
-    """Of (rows, top_scores, inverse, addend, out, slots), the second and fourth as given here.
-
-    Writes the (weighted) sum of each token's rows to ``out`` [tokens, H], contiguous, and, if they
-    are asked for, the inverse to ``slots`` int32 [tokens, K], with -1 for all that is no row.
-    """
-    num_rows, num_columns = rows.shape
-    few_block_h = min(next_power_of_2(num_columns), FEW_ROWS_BYTES // rows.itemsize)
-    if few_rows is None:
-        # Programs that wide must be more: (T 2048, H 2048) took 1.01 of the time with them, (4096,
-        # 2048) 0.92 and (2048, 7168) 0.88 on an H200.
-        wide_programs = num_tokens * triton.cdiv(num_columns, few_block_h)
-        few_rows = wide_programs >= 3 * enough_programs(rows.device)
-        few_rows = few_rows and _has_few_rows(num_rows, num_tokens * topk)
-    if block_h is None and few_rows:
-        block_h = few_block_h
-    elif block_h is None:
-        block_h = _columns_per_program(num_tokens, num_columns, rows.device)
-    # A width of 0 still has slots to write.
-    blocks_h = max(triton.cdiv(num_columns, block_h), 1)
-    programs = num_tokens * blocks_h
-    stride_rn, stride_rh = rows.stride()
-    stride_at, stride_ah = strides(addend, 2)
-    unit = _unit(rows.dtype, num_columns, stride_rn, stride_at)
-    return Launch(
-        _weighted_restore_kernel,
-        programs,
-        rows.device,
-        num_rows,
-        num_columns // unit,
-        stride_rn // unit,
-        stride_rh,
-        *strides(top_scores, 2),
-        stride_at // unit,
-        stride_ah,
-        UNIT=unit,
-        WIDE=max(stride_rn, stride_at) >= 2**31,
-        K=topk,
-        PADDED_K=next_power_of_2(topk),
-        BLOCKS_H=blocks_h,
-        BLOCK_H=block_h,
-        LOADS=1 if few_rows else LOAD_BYTES // rows.itemsize,
-        ACC=TRITON_DTYPES[accumulator_dtype(rows.dtype)],
-        RUN_AHEAD=programs > few_programs(rows.device),
-        num_warps=num_warps,
-        # For the loads that are on their way; left alone, the compiler issues two at a time.
-        maxnreg=96 if block_h > 256 * num_warps and not few_rows else 64,
-        overlap=True,
-    )
+@triton.jit(do_not_specialize=["num_rows", "num_assignments"])
+def _scores_to_rows_kernel(
+    scores_ptr,
+    indices_ptr,
+    slots_ptr,
+    row_scores_ptr,
+    num_rows,
+    num_assignments,
+    stride_t,
+    stride_k,
+    stride_i,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous_kernel(OVERLAP, True)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices_ptr + rows * stride_i, mask=rows < num_rows, other=-1).to(tl.int64)
+    in_range = (index >= 0) & (index < num_assignments)
+    held = in_range & (tl.load(slots_ptr + index, mask=in_range, other=-1) == rows)
+    scores_ptrs = scores_ptr + index // K * stride_t + index % K * stride_k
+    scores = tl.load(scores_ptrs, mask=held, other=0.0)
+    tl.store(row_scores_ptr + rows, scores, mask=rows < num_rows)
 
 
-def permute(
-    tokens: Tensor,
-    token_indices_sorted: Tensor,
-    topk: int,
-    num_warps: int = 1,
-    block_h: int | None = None,
-) -> Launch:
-    """Of (tokens, token_indices_sorted, slots, rows), the first two as given here.
-
-    Writes each token to the rows of its assignments, and zero to padding: [rows, H], contiguous.
-    """
-    num_tokens, num_columns = tokens.shape
-    (num_rows,) = token_indices_sorted.shape
-    if block_h is None:
-        block_h = _columns_per_program(num_tokens, num_columns, tokens.device)
-    blocks_h = max(triton.cdiv(num_columns, block_h), 1)
-    stride_t, stride_h = tokens.stride()
-    unit = _unit(tokens.dtype, num_columns, stride_t)
-    programs = num_tokens * blocks_h + triton.cdiv(num_rows, ZERO_BLOCK_ROWS)
-    return Launch(
-        _permute_kernel,
-        programs,
-        tokens.device,
-        num_tokens,
-        num_rows,
-        num_columns // unit,
-        num_tokens * topk,
-        stride_t // unit,
-        stride_h,
-        *token_indices_sorted.stride(),
-        UNIT=unit,
-        WIDE=stride_t >= 2**31,
-        K=topk,
-        BLOCKS_H=blocks_h,
-        BLOCK_H=block_h,
-        ZERO_ROWS=ZERO_BLOCK_ROWS,
-        RUN_AHEAD=programs > few_programs(tokens.device),
-        num_warps=num_warps,
-        overlap=True,
-    )
-
-
-def _has_few_rows(num_rows: int, num_assignments: int) -> bool:
-    """Whether most assignments have no row, as on one rank of many.
-
-    A load that reads nothing keeps its registers. At 1, 1.5, 2, 2.5 and 3 rows of 8, 4096 tokens
-    and 7168 columns on an H200, the forward took 0.77, 0.84, 0.89, 0.93 and 0.97 of the time with
-    one row after another and more programs, the backward 0.59, 0.72, 0.87, 0.92 and 0.97 with a
-    program that takes a token and moves together what it has. At 4 both took 1.00 to 1.05.
-    """
-    return 8 * num_rows <= 3 * num_assignments
-
-
-def _columns_per_program(num_tokens: int, num_columns: int, device: torch.device) -> int:
-    """Few tokens are cut finer."""
-    block_h, enough = min(next_power_of_2(num_columns), MAX_BLOCK_H), enough_programs(device)
-    while block_h > MIN_BLOCK_H and num_tokens * triton.cdiv(num_columns, block_h) < enough:
-        block_h //= 2
-    return block_h
-
-
-def restore_backward(
-    grad: Tensor,
-    rows: Tensor | None,
-    top_scores: Tensor,
-    token_indices_sorted: Tensor,
-    topk: int,
-    need_rows: bool,
-    block_k: int | None = None,
-    few_rows: bool | None = None,
-    num_warps: int | None = None,
-) -> Launch:
-    """Of (grad, rows, top_scores, token_indices_sorted, slots, grad_rows, grad_scores).
-
-    Writes the gradients that are given, both contiguous: [rows, H] and [tokens, K]. Only
-    ``grad_scores`` needs ``rows``.
-    """
-    num_tokens, num_columns = grad.shape
-    (num_rows,) = token_indices_sorted.shape
-    enough = enough_programs(grad.device)
-    if few_rows is None:
-        few_rows = num_tokens >= enough and _has_few_rows(num_rows, num_tokens * topk)
-    if block_k is None and few_rows:
-        # What a token has on average.
-        block_k = min(next_power_of_2(triton.cdiv(num_rows, max(num_tokens, 1))), MAX_BLOCK_K)
-    elif block_k is None:
-        block_k = min(next_power_of_2(topk), MAX_BLOCK_K)
-        while block_k > 1 and num_tokens * triton.cdiv(topk, block_k) < enough:
-            block_k //= 2
-    if num_warps is None and few_rows:
-        num_warps = max(block_k // 2, 1)
-    elif num_warps is None:
-        num_warps = 4 if block_k > 2 else 2
-    blocks_k = 1 if few_rows else triton.cdiv(topk, block_k)
-    programs = num_tokens * blocks_k
-    if need_rows:
-        programs += triton.cdiv(num_rows, ZERO_BLOCK_ROWS)
-    stride_gt, stride_gh = grad.stride()
-    stride_rn, stride_rh = strides(rows, 2)
-    unit = _unit(grad.dtype, num_columns, stride_gt, stride_rn)
-    return Launch(
-        _weighted_restore_backward_kernel,
-        programs,
-        grad.device,
-        num_tokens,
-        num_rows,
-        num_columns // unit,
-        num_tokens * topk,
-        stride_gt // unit,
-        stride_gh,
-        stride_rn // unit,
-        stride_rh,
-        *strides(top_scores, 2),
-        *token_indices_sorted.stride(),
-        UNIT=unit,
-        WIDE=max(stride_gt, stride_rn) >= 2**31,
-        K=topk,
-        BLOCK_K=block_k,
-        PADDED_K=next_power_of_2(topk),
-        BLOCKS_K=blocks_k,
-        COMPACT=few_rows,
-        LANES=ACCUMULATOR_LANES,
-        ZERO_ROWS=ZERO_BLOCK_ROWS,
-        # Few programs do not fill the memory system by their own loads.
-        PREFETCH=num_tokens * blocks_k < few_programs(grad.device),
-        COLUMNS=next_power_of_2(num_columns),
-        ACC=TRITON_DTYPES[accumulator_dtype(grad.dtype)],
-        RUN_AHEAD=programs > few_programs(grad.device),
-        num_warps=num_warps,
-        overlap=True,
-    )
+@triton.jit(do_not_specialize=["num_rows", "num_assignments"])
+def _rows_to_scores_kernel(
+    row_scores_ptr,
+    slots_ptr,
+    scores_ptr,
+    num_rows,
+    num_assignments,
+    stride,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous_kernel(OVERLAP, True)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_assignments
+    slots = tl.load(slots_ptr + index, mask=inside, other=-1).to(tl.int64)
+    held = (slots >= 0) & (slots < num_rows)
+    values = tl.load(row_scores_ptr + slots * stride, mask=held, other=0.0)
+    tl.store(scores_ptr + index, values, mask=inside)

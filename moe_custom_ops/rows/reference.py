@@ -17,16 +17,6 @@ from ..fixed_order import accumulator_dtype, cast, tree_sum
 ACCUMULATOR_LANES = 512
 
 
-def invert(token_indices_sorted: Tensor, num_assignments: int) -> Tensor:
-    """The row of each assignment, the highest of duplicates, or -1: int64 [num_assignments]."""
-    index = token_indices_sorted.to(torch.int64)
-    # Padding rows write to a place past the end, which keeps every shape static.
-    index = torch.where((index < 0) | (index >= num_assignments), num_assignments, index)
-    rows = torch.arange(index.shape[0], device=index.device)
-    inverse = torch.full((num_assignments + 1,), -1, dtype=torch.int64, device=index.device)
-    return inverse.scatter_reduce(0, index, rows, "amax")[:num_assignments]
-
-
 def with_zero_row(x: Tensor) -> Tensor:
     """``x`` and one row of zeros, which index -1 then means."""
     return torch.nn.functional.pad(x, (0, 0, 0, 1))

@@ -1,4 +1,4 @@
-"""What the restores, permute and the inverse take: argument checks, and sizes of a workspace."""
+"""What permute and the restores take: argument checks, and sizes of a workspace."""
 
 import math
 from collections.abc import Sequence
@@ -74,49 +74,49 @@ def inverse_size(num_assignments: int) -> int:
     return workspaces.align(num_assignments * torch.int32.itemsize)
 
 
-def check_scores(top_scores: Tensor) -> None:
-    """Before the shape of the scores is read."""
-    checks.shape(
-        OP,
-        "top_scores",
-        top_scores,
-        "[*, K] with K >= 1",
-        top_scores.dim() >= 1 and top_scores.shape[-1] >= 1,
-    )
+def shape_of(top_scores: Tensor | None, num_tokens: int, topk: int) -> tuple[int, ...]:
+    """[*, K]: of the scores, or of a restore without them."""
+    if top_scores is None:
+        checks.integer("restore", "num_tokens", num_tokens, 0)
+        checks.integer("restore", "topk", topk, 1)
+        return num_tokens, topk
+    checks.dtype(OP, "top_scores", top_scores, checks.FLOAT_DTYPES)
+    has_topk = top_scores.dim() >= 1 and top_scores.shape[-1] >= 1
+    checks.shape(OP, "top_scores", top_scores, "[*, K] with K >= 1", has_topk)
+    return tuple(top_scores.shape)
 
 
 def check(
-    op: str,
     rows: Tensor,
     top_scores: Tensor | None,
     token_indices_sorted: Tensor,
-    lead: Sequence[int],
-    topk: int,
+    shape: Sequence[int],
     addend: Tensor | None,
     workspace: Tensor | None,
     inverse: Tensor | None,
 ) -> None:
-    """Raise unless the arguments are what ``op`` takes; the result has the shape [*lead, H]."""
+    """Raise unless the arguments are what a restore to ``shape`` = [*, K] takes."""
+    op = "restore" if top_scores is None else OP
+    lead, topk = shape[:-1], shape[-1]
     checks.supported_device(op, "rows", rows)
     checks.dtype(op, "rows", rows, checks.FLOAT_DTYPES)
     checks.rank(op, "rows", rows, "[N, H]")
     if top_scores is not None:
-        checks.dtype(op, "top_scores", top_scores, checks.FLOAT_DTYPES)
         checks.same_device(op, "top_scores", top_scores, rows, "rows")
     checks.dtype(op, "token_indices_sorted", token_indices_sorted, checks.INDEX_DTYPES)
     checks.same_device(op, "token_indices_sorted", token_indices_sorted, rows, "rows")
     _check_indices(op, rows.shape[0], token_indices_sorted)
     assignments = "top_scores" if top_scores is not None else "num_tokens * topk"
-    _check_count(op, "rows", rows.shape[0])
+    checks.count(op, "rows", rows.shape[0])
     _check_width(op, "rows", rows)
-    _check_count(op, assignments, math.prod(lead) * topk)
+    checks.count(op, assignments, math.prod(lead) * topk)
     if addend is not None:
         expected = [*lead, rows.shape[1]]
         checks.dtype(op, "addend", addend, (rows.dtype,), ", not that of rows")
         checks.same_shape(op, "addend", addend, expected, f"[*, H] = {expected}")
         checks.same_device(op, "addend", addend, rows, "rows")
     checks.no_forward_tangent(op, rows, top_scores, addend)
-    check_inversion(op, [*lead, topk], rows, "rows", workspace, inverse)
+    check_inversion(op, shape, rows, "rows", workspace, inverse)
     workspaces.apart(
         op,
         workspace,
@@ -125,17 +125,6 @@ def check(
         token_indices_sorted=token_indices_sorted,
         addend=addend,
     )
-
-
-def check_inverse_permutation(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> None:
-    op, name = "inverse_permutation", "token_indices_sorted"
-    checks.supported_device(op, name, token_indices_sorted)
-    checks.dtype(op, name, token_indices_sorted, checks.INDEX_DTYPES)
-    checks.rank(op, name, token_indices_sorted, "[N]")
-    checks.integer(op, "num_tokens", num_tokens, 0)
-    checks.integer(op, "topk", topk, 1)
-    _check_count(op, name, token_indices_sorted.shape[0])
-    _check_count(op, "num_tokens * topk", num_tokens * topk)
 
 
 def check_permute(
@@ -155,8 +144,8 @@ def check_permute(
     checks.rank(op, name, token_indices_sorted, "[N]")
     checks.same_device(op, name, token_indices_sorted, tokens, "tokens")
     checks.integer(op, "topk", topk, 1)
-    _check_count(op, name, token_indices_sorted.shape[0])
-    _check_count(op, assignments, tokens.shape[0] * topk)
+    checks.count(op, name, token_indices_sorted.shape[0])
+    checks.count(op, assignments, tokens.shape[0] * topk)
     _check_width(op, "tokens", tokens)
     if tokens.dtype in MOVED_DTYPES and is_recorded(tokens):
         got = f"{checks.dtype_name(tokens.dtype)} that requires one"
@@ -175,6 +164,7 @@ def check_permute_with_scores(
     inverse: Tensor | None,
 ) -> None:
     name = "permute_with_scores"
+    checks.dtype(name, "tokens", tokens, (*checks.FLOAT_DTYPES, *MOVED_DTYPES))
     checks.rank(name, "tokens", tokens, "[T, H]")
     checks.dtype(name, "top_scores", top_scores, checks.FLOAT_DTYPES)
     checks.rank(name, "top_scores", top_scores, "[T, K]")
@@ -187,11 +177,6 @@ def check_permute_with_scores(
     check_permute(
         tokens, token_indices_sorted, topk, workspace, inverse, name, assignments="top_scores"
     )
-
-
-def _check_count(op: str, name: str, size: int) -> None:
-    expected = "fewer than 2^31" if "*" in name else "of fewer than 2^31 rows or assignments"
-    checks.value(size < 2**31, op, name, expected, size)
 
 
 def _check_width(op: str, name: str, tensor: Tensor) -> None:
@@ -208,7 +193,7 @@ def check_inversion(
     inverse: Tensor | None,
 ) -> None:
     if workspace is not None:
-        workspaces.resolve(op, workspace, inverse_size(math.prod(shape)), like)
+        workspaces.check(op, workspace, inverse_size(math.prod(shape)), like)
     if inverse is not None:
         checks.dtype(op, "inverse", inverse, (torch.int32,))
         checks.same_device(op, "inverse", inverse, like, like_name)
@@ -222,23 +207,37 @@ def _check_indices(op: str, num_rows: int, token_indices_sorted: Tensor) -> None
     checks.same_shape(op, name, token_indices_sorted, [num_rows], description)
 
 
-def check_inner(
-    op: str,
-    num_rows: int,
-    num_columns: int,
-    shape: Sequence[int],
-    token_indices_sorted: Tensor,
+def check_backward(
+    grad: Tensor,
+    rows: Tensor | None,
     top_scores: Tensor | None,
-    addend: Tensor | None = None,
+    token_indices_sorted: Tensor,
+    slots: Tensor,
 ) -> None:
-    """What the CUDA implementations rely on; anyone can call the inner ops."""
+    """What the backward relies on; anyone can call the inner ops."""
+    op, num_columns = "restore_backward", grad.shape[-1]
+    num_rows = token_indices_sorted.shape[0] if rows is None else rows.shape[0]
     _check_indices(op, num_rows, token_indices_sorted)
     if top_scores is not None:
-        description = f"{list(shape)}, that of the slots"
-        checks.same_shape(op, "top_scores", top_scores, shape, description)
-    if addend is not None:
-        expected = [*shape[:-1], num_columns]
-        checks.same_shape(op, "addend", addend, expected, f"[*, H] = {expected}")
+        description = f"{list(slots.shape)}, that of the slots"
+        checks.same_shape(op, "top_scores", top_scores, slots.shape, description)
+    if rows is not None:
+        expected = [num_rows, num_columns]
+        checks.same_shape(op, "rows", rows, expected, f"[N, H] = {expected}")
+        checks.value(top_scores is not None, op, "top_scores", "given with rows", top_scores)
+    expected = [*slots.shape[:-1], num_columns]
+    checks.same_shape(op, "grad", grad, expected, f"[*, H] = {expected}")
+    check_slots(op, slots)
+
+
+def check_slots(op: str, slots: Tensor) -> None:
+    checks.dtype(op, "slots", slots, (torch.int32,))
+
+
+def check_slots_of_scores(top_scores: Tensor, slots: Tensor) -> None:
+    check_slots("scores_to_rows", slots)
+    expected = "that of top_scores"
+    checks.same_shape("scores_to_rows", "slots", slots, top_scores.shape, expected)
 
 
 def as_moved(tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""expert_permutation in plain PyTorch: a stable sort, where the kernels count.
+"""Orders and inverses in plain PyTorch: a stable sort, where the kernels count.
 
 And the tiles that the kernels count by, which bound the workspace.
 """
@@ -70,7 +70,7 @@ def ids_from_map(routing_map: Tensor, topk: int) -> Tensor:
     return ids.scatter_(1, rank, experts.expand(num_tokens, -1))[:, :topk].contiguous()
 
 
-def from_counts(counts: Tensor, alignment: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def from_counts(counts: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
     """(token_indices_sorted int32 [num_rows], tokens_per_expert int64 [E], offsets int32 [E])"""
     # More than that no row number reaches; sums of these cannot overflow.
     counts = counts.to(torch.int64).clamp(min=0, max=2**31)
@@ -89,3 +89,13 @@ def from_counts(counts: Tensor, alignment: int, num_rows: int) -> tuple[Tensor, 
     # No row past 2^31 can have come.
     order = torch.where((within < lengths[segment]) & (order < 2**31), order, -1)
     return order.to(torch.int32), tokens_per_expert, ends.clamp(max=num_rows).int()
+
+
+def invert(token_indices_sorted: Tensor, num_assignments: int) -> Tensor:
+    """The row of each assignment, the highest of duplicates, or -1: int64 [num_assignments]."""
+    index = token_indices_sorted.to(torch.int64)
+    # Padding rows write to a place past the end, which keeps every shape static.
+    index = torch.where((index < 0) | (index >= num_assignments), num_assignments, index)
+    rows = torch.arange(index.shape[0], device=index.device)
+    inverse = torch.full((num_assignments + 1,), -1, dtype=torch.int64, device=index.device)
+    return inverse.scatter_reduce(0, index, rows, "amax")[:num_assignments]
