@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def small(monkeypatch):
     monkeypatch.setattr(__main__, "MODELS", (SMALL,))
     monkeypatch.setattr(__main__, "QUICK_MODEL", "small")
-    monkeypatch.setitem(__main__.SIZES, "cpu", {"decode": 2, "train": 12, "long": 40})
+    monkeypatch.setitem(__main__.SIZES, "cpu", {"decode": 2, "batch": 24, "train": 12, "long": 40})
     monkeypatch.setattr(timing, "MAX_CALLS", {"cpu": 2})
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 2**12)
     monkeypatch.setattr(ceilings, "cache_bytes", lambda device: 2**12)
@@ -362,6 +362,75 @@ def test_quick_leaves_most_out():
     whole = list(__main__.cases("cuda", "", False))
     assert 20 < len(quick) < 50 < 200 < len(whole)
     assert not any(compiled for *_, compiled in quick) and any(c for *_, c in whole)
+
+
+def test_the_rows_of_a_captured_graph_and_of_host_time(root):
+    def names(host):
+        found = __main__.cases("cuda", "", False, host)
+        return {rows.name_of(family.op, kind, model.name, n) for family, model, n, kind, _ in found}
+
+    captured = json.loads((root / "docs/benchmarks/h200.json").read_text())["rows"]
+    assert names(False) == {row["name"] for row in captured}
+    host = names(True)
+    asked = {f"layer {kind} Qwen3-30B-A3B T1024" for kind in ("forward", "recorded", "both")}
+    for op in ("layer", "aux_loss", "permute(inverse)", "weighted_restore"):
+        asked |= {f"{op} {kind} Qwen3-30B-A3B T64" for kind in ("forward", "recorded", "both")}
+    for op in ("expert_permutation", "inverse_permutation"):
+        asked.add(f"{op} forward Qwen3-30B-A3B T64")
+        assert f"{op} recorded Qwen3-30B-A3B T64" not in host
+    assert asked <= host
+    assert {name.split()[0] for name in host if not name.endswith(" T64")} == {"layer"}
+
+
+@pytest.mark.usefixtures("small")
+def test_by_host_time_ours_are_compiled_too(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    command = ["--mode", "host", "--device", "cpu", "--repeats", "1", "--json", str(path)]
+    command += ["--filter", "^(expert_permutation forward|permute.inverse. (recorded|both)) "]
+    assert __main__.main(command) == 0
+    result = report.read_json(path)
+    ways = {rows.OURS, rows.OURS_COMPILED, rows.EAGER, rows.COMPILED}
+    assert [row["name"] for row in result["rows"]] == [
+        "expert_permutation forward small T2",
+        "permute(inverse) both small T2",
+        "permute(inverse) recorded small T2",
+    ]
+    assert all(ways <= set(row["times"]) and not row["left_out"] for row in result["rows"])
+    empty = result["header"]["empty_compiled_us"]
+    assert empty > 0 and f"\nempty_compiled_us: {empty}\n" in capsys.readouterr().out
+    assert __main__.main([*command, "--no-compile"]) == 0
+    result = report.read_json(path)
+    assert "empty_compiled_us" not in result["header"]
+    assert not any(rows.OURS_COMPILED in row["times"] for row in result["rows"])
+
+
+@pytest.mark.usefixtures("small")
+def test_a_recorded_forward():
+    """Its calls have gradients, and are held against the eager form's."""
+    family, recorded = family_of("permute(inverse)"), []
+
+    def seen(x, order):
+        recorded.append(x.requires_grad and torch.is_grad_enabled())
+        return x[order.token64]
+
+    def lost(x, order):
+        return x.detach()[order.token64] + 0 * x[order.token64]
+
+    changed = family._replace(ways=family.ways | {"seen": seen, "lost": lost})
+    row = rows.run(changed, rows.RECORDED, SMALL, 12, settings())
+    assert row.times["seen"] > 0 and len(recorded) > 2 and all(recorded)
+    assert row.left_out["lost"].startswith("wrong")
+    inputs = family.make(SMALL, 12, CPU)
+    expected = rows.traffic_of(family, rows.FORWARD, SMALL, inputs)
+    assert rows.traffic_of(family, rows.RECORDED, SMALL, inputs) == expected
+
+
+def test_calls_of_a_batch():
+    device = torch.device("cuda")
+    assert [timing.calls_per_batch(num_bytes, 1, device) for num_bytes in (1, 10**9)] == [120, 2]
+    least = timing.HOST_CALLS
+    found = [timing.calls_per_batch(num_bytes, 1, device, least) for num_bytes in (1, 10**9)]
+    assert found == [120, least]
 
 
 @pytest.mark.parametrize("size", range(1, 9))

@@ -3,6 +3,7 @@
     python -m moe_custom_ops.benchmarks --quick
     python -m moe_custom_ops.benchmarks --json rows.json --plot charts
     python -m moe_custom_ops.benchmarks --filter "weighted_restore both" --compare rows.json
+    python -m moe_custom_ops.benchmarks --mode host --filter Qwen3
 
 Needs the ``bench`` extra: pip install 'moe-custom-ops[bench]'. Every way is checked against the
 eager form first; one that is wrong is named and not timed. "x" columns say how many times as long
@@ -22,7 +23,18 @@ import torch
 
 from . import ceilings, copies, layer, losses, orders, report
 from .models import MODELS, Model
-from .rows import BACKWARD, OURS, Family, Row, Settings, name_of, run
+from .rows import (
+    BACKWARD,
+    BOTH,
+    OURS,
+    RECORDED,
+    Family,
+    Row,
+    Settings,
+    empty_compiled,
+    name_of,
+    run,
+)
 from .timing import memory_bytes, positive
 
 # The layer first: of its time the others' lines print their share.
@@ -30,17 +42,21 @@ FAMILIES = (*layer.FAMILIES, *losses.FAMILIES, *orders.FAMILIES, *copies.FAMILIE
 MODES = ("graph", "eager", "host")
 # A CPU takes a second for what takes a GPU a tenth of a millisecond.
 SIZES = {
-    "cuda": {"decode": 64, "train": 8192, "long": 131072},
-    "cpu": {"decode": 64, "train": 512, "long": 4096},
+    "cuda": {"decode": 64, "batch": 1024, "train": 8192, "long": 131072},
+    "cpu": {"decode": 64, "batch": 1024, "train": 512, "long": 4096},
 }
 QUICK_MODEL = "Qwen3-30B-A3B"
 
 Case = tuple[Family, Model, int, str, bool]
 
 
-def cases(device_type: str, pattern: str, quick: bool) -> Iterator[Case]:
-    """(family, model, tokens, kind, whether the eager form is compiled, too)"""
+def cases(device_type: str, pattern: str, quick: bool, host: bool = False) -> Iterator[Case]:
+    """(family, model, tokens, kind, whether the eager form is compiled, too)
+
+    By ``host`` time only of few tokens, as many let the device hold the host up.
+    """
     for family in FAMILIES:
+        kinds = (*family.kinds, RECORDED) if host and BOTH in family.kinds else family.kinds
         # A second's work on a GPU, and minutes on a CPU.
         if quick and device_type == "cpu" and family.op == "layer":
             continue
@@ -49,11 +65,11 @@ def cases(device_type: str, pattern: str, quick: bool) -> Iterator[Case]:
                 quick and model.name != QUICK_MODEL
             ):
                 continue
-            for size in family.sizes:
-                for kind in family.kinds:
+            for size in family.host_sizes if host else family.sizes:
+                for kind in kinds:
                     if quick and (kind == BACKWARD or size == "long"):
                         continue
-                    compiled = size in family.compiled and not quick
+                    compiled = (host or size in family.compiled) and not quick
                     tokens = SIZES[device_type][size]
                     name = name_of(family.op, kind, model.name, tokens)
                     if pattern == name or re.search(pattern, name):
@@ -73,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--mode",
         choices=MODES,
-        help="calls in a captured CUDA graph, batches of eager calls, or host time",
+        help="calls in a captured CUDA graph, batches of eager calls, or host time of few tokens",
     )
     parser.add_argument(
         "--repeats", type=positive, default=15, help="batches of each way; at most 3 for --quick"
@@ -131,8 +147,8 @@ def _device(name: str | None, parser: argparse.ArgumentParser) -> torch.device:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    device, old = options.device, options.old
-    chosen = list(cases(device.type, options.filter, options.quick))
+    device, old, host = options.device, options.old, options.mode == "host"
+    chosen = list(cases(device.type, options.filter, options.quick, host))
     if not chosen:
         where = f"{device.type} with --quick" if options.quick else device.type
         raise SystemExit(f"no row matches --filter {options.filter!r} on {where}")
@@ -141,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch.cuda.set_device(device)
         stream = torch.cuda.Stream(device)
     repeats = min(options.repeats, 3) if options.quick else options.repeats
-    streamed = "eager" if options.mode == "host" else options.mode
+    streamed = "eager" if host else options.mode
     rates = ceilings.measure(device, streamed, repeats, stream)
     rate = ceilings.ceiling(rates)
     header = {**report.header(device, options.mode, rates), "repeats": repeats}
@@ -150,12 +166,14 @@ def main(arguments: list[str] | None = None) -> int:
             if old["header"][key] != header[key]:
                 was, now = old["header"][key], header[key]
                 raise SystemExit(f"--compare: {options.compare} is of {key} {was}, this is {now}")
+    settings = Settings(device, options.mode, repeats, False, stream)
+    if host and not (options.quick or options.no_compile):
+        header["empty_compiled_us"] = round(empty_compiled(settings), 2)
     print("\n".join(report.header_lines(header)))
     print(f"\n{report.title()}")
     rows: list[Row] = []
     code = 0
     try:
-        settings = Settings(device, options.mode, repeats, False, stream)
         _run(chosen, settings, options, rows, rate, header)
     except KeyboardInterrupt:
         code = 130

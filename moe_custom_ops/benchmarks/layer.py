@@ -120,6 +120,7 @@ FAMILIES = (
         {"ours": our_layer, "eager": eager_layer},
         traffic_of_layer,
         (FORWARD, BOTH),
+        host_sizes=("decode", "batch"),
         # The router's gradient is float32, and a sum over rows that a compiler rounds elsewhere.
         rounding=(COMPILED, OURS_COMPILED),
         ours_compiled=True,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .models import Model
-from .timing import calls_per_batch, input_sets, peak_bytes, time_calls
+from .timing import HOST_CALLS, calls_per_batch, input_sets, peak_bytes, time_calls
 
 # What has gradients, and what is handed on as it is.
 Inputs = tuple[tuple[Tensor, ...], tuple[Any, ...]]
@@ -16,6 +16,8 @@ Inputs = tuple[tuple[Tensor, ...], tuple[Any, ...]]
 Traffic = tuple[int, int]
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
+# A forward whose gradients are recorded, where FORWARD is one without.
+RECORDED = "recorded"
 KINDS = (FORWARD, BACKWARD, BOTH)
 OURS, EAGER, COMPILED = "ours", "eager", "compiled"
 OURS_COMPILED = "ours compiled"
@@ -34,7 +36,7 @@ class Family(NamedTuple):
 
     ``rounding`` are the ways that round on the way to a float32 result, or are held against one
     that does: all their results are held to the tolerance of bfloat16. ``ours_compiled`` is whether
-    ours are compiled, too, as what stands around the ops then gains.
+    ours are compiled, too, as what stands around the ops then gains; by host time all are.
 
     ``ways`` are functions of (*leaves, *others), "ours" and "eager" among them, that return the
     same tensors. ``traffic`` is of (model, inputs) the bytes that a forward and a backward must
@@ -47,6 +49,7 @@ class Family(NamedTuple):
     traffic: Callable[[Model, Inputs], tuple[Traffic, Traffic]]
     kinds: tuple[str, ...] = KINDS
     sizes: tuple[str, ...] = ("decode", "train")
+    host_sizes: tuple[str, ...] = ("decode",)
     compiled: tuple[str, ...] = ("decode", "train")
     models: tuple[str, ...] | None = None
     rounding: tuple[str, ...] = ()
@@ -88,7 +91,7 @@ def traffic_of(family: Family, kind: str, model: Model, inputs: Inputs) -> Traff
     forward, backward = family.traffic(model, inputs)
     if kind == BOTH:
         return forward[0] + backward[0], forward[1] + backward[1]
-    return forward if kind == FORWARD else backward
+    return backward if kind == BACKWARD else forward
 
 
 def _tensors(out: Any) -> list[Tensor]:
@@ -102,6 +105,10 @@ def _differentiable(out: Any) -> list[Tensor]:
 def forward(function: Callable[..., Any], leaves: Any, others: Any, grads: Any) -> Any:
     with torch.no_grad():
         return function(*leaves, *others)
+
+
+def recorded(function: Callable[..., Any], leaves: Any, others: Any, grads: Any) -> Any:
+    return function(*leaves, *others)
 
 
 def both(function: Callable[..., Any], leaves: Any, others: Any, grads: Any) -> Any:
@@ -199,7 +206,7 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
     left_out: dict[str, str] = {}
     if settings.compiled:
         ways[COMPILED] = torch.compile(ways[EAGER], fullgraph=True, dynamic=False)
-        if family.ours_compiled:
+        if family.ours_compiled or settings.mode == "host":
             ways[OURS_COMPILED] = torch.compile(ways[OURS], fullgraph=True, dynamic=False)
     else:
         left_out[COMPILED] = NOT_ASKED
@@ -232,7 +239,8 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
                     raise
                 left_out[name] = _first_line(error)
         del expected
-        number = calls_per_batch(read + written, num_sets, device)
+        least = HOST_CALLS if settings.mode == "host" else 1
+        number = calls_per_batch(read + written, num_sets, device, least)
         times = time_calls(calls, number, settings.mode, settings.repeats, device, settings.stream)
         del calls
         # Once more, on other inputs: what is right at first only is not timed either.
@@ -246,6 +254,15 @@ def run(family: Family, kind: str, model: Model, num_tokens: int, settings: Sett
     )
 
 
+def empty_compiled(settings: Settings) -> float:
+    """Microseconds of a compiled call that makes a tensor without elements, and no more."""
+    device, mode, repeats, _, stream = settings
+    call = torch.compile(lambda x: torch.empty_like(x), fullgraph=True, dynamic=False)
+    calls: dict[str, Any] = {COMPILED: (call, [(torch.empty(0, device=device),)])}
+    number = calls_per_batch(0, 1, device)
+    return time_calls(calls, number, mode, repeats, device, stream)[COMPILED]
+
+
 def _prepare(
     function: Callable[..., Any],
     kind: str,
@@ -255,7 +272,9 @@ def _prepare(
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
     """A call and its inputs; those of a backward are graphs, made on the stream they run on."""
     if kind != BACKWARD:
-        step = forward if kind == FORWARD else both
+        step = {FORWARD: forward, RECORDED: recorded, BOTH: both}[kind]
+        if kind == RECORDED:
+            sets = [(tuple(x.detach().requires_grad_() for x in own), rest) for own, rest in sets]
         inputs = [(*own, grad) for own, grad in zip(sets, grads, strict=True)]
         return functools.partial(step, function), inputs
     prepared = []

@@ -1,8 +1,8 @@
 """Three clocks, for variants that take turns.
 
 ``graph``: many calls captured in one CUDA graph, between one pair of events. ``eager``: a batch of
-eager calls between one pair of events; on a CPU, by its clock. ``host``: host time of eager calls
-that the device does not hold up.
+eager calls between one pair of events; on a CPU, by its clock. ``host``: host time of calls that
+the device does not hold up.
 """
 
 import argparse
@@ -23,6 +23,9 @@ Inputs = Sequence[tuple[Any, ...]]
 BATCH_BYTES = 2 * 10**9
 # Calls of such a batch, at most, and sets of inputs; a CPU takes long, and has no launches to hide.
 MAX_CALLS = {"cuda": 120, "cpu": 2}
+# Calls of a batch by host time, at least, as the first finds cold caches; few, as the launches of a
+# layer that takes the device long would fill its queue.
+HOST_CALLS = 10
 # Cycles that the device waits before the first event, longer than a launch of a graph takes.
 HEAD_START = 200_000
 
@@ -48,9 +51,9 @@ def input_sets(bytes_per_set: int, device: torch.device) -> int:
     return min(max(2, -(-3 * cache_bytes(device) // max(bytes_per_set, 1))), MAX_CALLS[device.type])
 
 
-def calls_per_batch(num_bytes: int, num_sets: int, device: torch.device) -> int:
+def calls_per_batch(num_bytes: int, num_sets: int, device: torch.device, least: int = 1) -> int:
     """A multiple of the number of sets."""
-    calls = min(-(-BATCH_BYTES // max(num_bytes, 1)), MAX_CALLS[device.type])
+    calls = min(max(-(-BATCH_BYTES // max(num_bytes, 1)), least), MAX_CALLS[device.type])
     return max(1, -(-calls // num_sets)) * num_sets
 
 
