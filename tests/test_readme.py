@@ -92,6 +92,36 @@ def test_the_text_says_what_was_measured(root):
     assert all(span(way, **ops)[0] > 1 for way in ways - {"ours", "ours compiled"})
 
 
+def test_the_host_table_says_what_was_measured(root):
+    result = json.loads((root / "docs/benchmarks/host.json").read_text())
+    times = {row["name"]: row["times"] for row in result["rows"]}
+    text = " ".join((root / "README.md").read_text().split())
+    number = r" (\d+) \|"
+    table = re.findall(rf"\| `([^`]+)`, (\d+) tokens \|{number * 4}", text)
+    assert len(table) == 14
+    for row, tokens, *cells in table:
+        name, ways = (
+            f"{row} Qwen3-30B-A3B T{tokens}",
+            ("ours", "ours compiled", "eager", "compiled"),
+        )
+        assert cells == [f"{times[name][way]:.0f}" for way in ways], name
+    assert f"an empty function takes {result['header']['empty_compiled_us']:.0f} so." in text
+
+    def said(op, way, over, kinds=("both",), tokens=(64,)):
+        names = [f"{o} {k} Qwen3-30B-A3B T{t}" for o in op for k in kinds for t in tokens]
+        found = [times[name][way] / times[name][over] for name in names]
+        return f"{min(found):.2f} to {max(found):.2f} times"
+
+    losses = said(("aux_loss", "sequence_aux_loss"), "ours", "eager")
+    restores = said(("weighted_restore", "weighted_restore(inverse)"), "ours", "eager")
+    layers = (("layer",), "ours compiled")
+    where = {"kinds": ("forward", "both"), "tokens": (64, 1024)}
+    assert f"a loss takes {losses} the host time of its eager formula" in text
+    assert f"`weighted_restore` {restores}." in text
+    assert f"layer takes {said(*layers, 'ours', **where)} the host time" in text
+    assert f"but {said(*layers, 'compiled', **where)} that of the compiled formula" in text
+
+
 def test_the_transformers_table_says_what_was_measured(root):
     rows = json.loads((root / "docs/benchmarks/transformers_step.json").read_text())["rows"]
     text = (root / "docs/use_it_from.md").read_text()
