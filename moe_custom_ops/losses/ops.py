@@ -32,7 +32,8 @@ def _aux_loss_cpu(
     coeff: float,
     total_int: int,
 ) -> tuple[Tensor, Tensor]:
-    arguments.check_aux_lengths(probs, tokens_per_expert, token_mask)
+    given = probs, tokens_per_expert, 1 if total is None else total
+    arguments.check_aux_loss(*given, num_experts, topk, workspace, token_mask)
     if sums is None:
         sums = reference.tile_sums(probs, tokens_per_expert, token_mask)
     arguments.check_sums(sums, accumulator_dtype(probs.dtype))
@@ -197,7 +198,8 @@ def _sequence_aux_loss_cpu(
     topk: int,
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
-    arguments.check_sequence_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
+    given = probs, tokens_per_expert, topk, cu_seqlens, token_mask, workspace
+    arguments.check_sequence_aux_loss(*given)
     dtype = accumulator_dtype(probs.dtype)
     arguments.check_sums_of_sequences(tokens_per_expert, sums, lengths, dtype)
     if sums is None:
@@ -297,10 +299,19 @@ op.compose(
     "Tensor? sums=None) -> Tensor",
     _sequence_aux_loss_of_rank,
 )
+
+
+def _sums_cpu(
+    probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None, size: int
+) -> Tensor:
+    arguments.check_aux_loss(probs, tokens_per_expert, 1, 1, 1, None, token_mask)
+    return plans.padded(reference.tile_sums(probs, tokens_per_expert, token_mask), size)
+
+
 op.define(
     "aux_loss_sums_of_rank",
     "(Tensor probs, Tensor tokens_per_expert, Tensor? token_mask, SymInt size) -> Tensor",
-    lambda probs, counts, mask, size: plans.padded(reference.tile_sums(probs, counts, mask), size),
+    _sums_cpu,
     op.registered(plans.aux_loss_sums, 3),
     lambda probs, counts, mask, size: _empty(probs, size),
 )
@@ -313,6 +324,7 @@ def _sequence_sums_cpu(
     token_mask: Tensor | None,
     size: int,
 ) -> Tensor:
+    arguments.check_sequence_aux_loss(probs, tokens_per_expert, 1, cu_seqlens, token_mask, None)
     result = _empty(probs, tokens_per_expert.shape[0], size).zero_()
     for b, (_, own, mask) in enumerate(reference.sequences(probs, cu_seqlens, token_mask)):
         sums = reference.tile_sums(own, tokens_per_expert[b], mask)[:size]

@@ -280,7 +280,8 @@ def grad_rows(
 
     def run(grad: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
         rows = allocator(device)(rows_shape, stride, dtype)
-        launch(grad, scales, counts, rows)
+        # A hook on saved tensors may have brought them with other strides.
+        launch(grad, scales.contiguous(), counts, rows)
         return rows
 
     return run
@@ -342,7 +343,7 @@ def aux_loss(
 
 def aux_loss_sums(probs: Tensor, tokens_per_expert: Tensor, token_mask: Tensor | None) -> Run:
     """A plan for the sums of this rank's tiles, and zeros behind them [size]."""
-    arguments.check_aux_lengths(probs, tokens_per_expert, token_mask)
+    arguments.check_aux_loss(probs, tokens_per_expert, 1, 1, 1, None, token_mask)
     device, dtype = probs.device, accumulator_dtype(probs.dtype)
     count, tiles = num_partials(*probs.shape)[1], num_tiles(*probs.shape)
     tile_sums = aux_tile_sums(probs, tokens_per_expert, token_mask)
@@ -472,7 +473,7 @@ def sequence_aux_loss_sums(
     token_mask: Tensor | None,
 ) -> Run:
     """A plan for the sums of this rank's tiles of each sequence, and zeros behind them."""
-    arguments.check_sequence_lengths(probs, tokens_per_expert, cu_seqlens, token_mask)
+    arguments.check_sequence_aux_loss(probs, tokens_per_expert, 1, cu_seqlens, token_mask, None)
     slots = _Slots(probs, tokens_per_expert, cu_seqlens, token_mask)
 
     def run(

@@ -114,10 +114,15 @@ def _expert_permutation_from_map_past(
     return _past(routing_map, workspace, routing_map.shape[1], topk, alignment, num_rows)
 
 
+def _order_from_counts_cpu(counts: Tensor, num_rows: int, alignment: int) -> _Result:
+    arguments.check_counts(counts, num_rows, alignment, None)
+    return reference.from_counts(counts, num_rows, alignment)
+
+
 op.define(
     "order_from_counts",
     "(Tensor counts, SymInt num_rows, int alignment) -> (Tensor, Tensor, Tensor)",
-    reference.from_counts,
+    _order_from_counts_cpu,
     op.registered(plans.order_from_counts, 1, 2),
     lambda counts, num_rows, alignment: _empty_results(counts, counts.shape[1], num_rows),
 )
@@ -141,6 +146,7 @@ def _expert_permutation_from_counts_past(
 
 
 def _inverse_cpu(token_indices_sorted: Tensor, num_tokens: int, topk: int) -> Tensor:
+    arguments.check_inverse_permutation(token_indices_sorted, num_tokens, topk)
     result = reference.invert(token_indices_sorted, num_tokens * topk)
     return result.to(torch.int32).view(num_tokens, topk)
 

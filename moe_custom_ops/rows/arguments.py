@@ -215,7 +215,11 @@ def check_backward(
     slots: Tensor,
 ) -> None:
     """What the backward relies on; anyone can call the inner ops."""
-    op, num_columns = "restore_backward", grad.shape[-1]
+    op = "restore_backward"
+    checks.dtype(op, "grad", grad, checks.FLOAT_DTYPES)
+    checks.shape(op, "grad", grad, "[*, H]", grad.dim() >= 1)
+    num_columns = grad.shape[-1]
+    _check_order(op, token_indices_sorted, grad, "grad")
     num_rows = token_indices_sorted.shape[0] if rows is None else rows.shape[0]
     _check_indices(op, num_rows, token_indices_sorted)
     if top_scores is not None:
@@ -223,7 +227,9 @@ def check_backward(
         checks.same_shape(op, "top_scores", top_scores, slots.shape, description)
     if rows is not None:
         expected = [num_rows, num_columns]
+        checks.dtype(op, "rows", rows, (grad.dtype,), ", not that of grad")
         checks.same_shape(op, "rows", rows, expected, f"[N, H] = {expected}")
+        checks.same_device(op, "rows", rows, grad, "grad")
         checks.value(top_scores is not None, op, "top_scores", "given with rows", top_scores)
     expected = [*slots.shape[:-1], num_columns]
     checks.same_shape(op, "grad", grad, expected, f"[*, H] = {expected}")
@@ -234,10 +240,27 @@ def check_slots(op: str, slots: Tensor) -> None:
     checks.dtype(op, "slots", slots, (torch.int32,))
 
 
-def check_slots_of_scores(top_scores: Tensor, slots: Tensor) -> None:
-    check_slots("scores_to_rows", slots)
-    expected = "that of top_scores"
-    checks.same_shape("scores_to_rows", "slots", slots, top_scores.shape, expected)
+def _check_order(op: str, token_indices_sorted: Tensor, like: Tensor, like_name: str) -> None:
+    name = "token_indices_sorted"
+    checks.dtype(op, name, token_indices_sorted, checks.INDEX_DTYPES)
+    checks.rank(op, name, token_indices_sorted, "[N]")
+    checks.same_device(op, name, token_indices_sorted, like, like_name)
+
+
+def check_scores_to_rows(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> None:
+    op = "scores_to_rows"
+    checks.dtype(op, "top_scores", top_scores, checks.FLOAT_DTYPES)
+    _check_order(op, token_indices_sorted, top_scores, "top_scores")
+    check_slots(op, slots)
+    checks.same_shape(op, "slots", slots, top_scores.shape, "that of top_scores")
+
+
+def check_rows_to_scores(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> None:
+    op = "rows_to_scores"
+    checks.dtype(op, "row_scores", row_scores, checks.FLOAT_DTYPES)
+    checks.rank(op, "row_scores", row_scores, "[N]")
+    _check_order(op, token_indices_sorted, row_scores, "row_scores")
+    check_slots(op, slots)
 
 
 def as_moved(tokens: Tensor) -> Tensor:

@@ -518,13 +518,13 @@ def _permute_past(
 
 
 def _scores_to_rows_cpu(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    arguments.check_slots_of_scores(top_scores, slots)
+    arguments.check_scores_to_rows(top_scores, token_indices_sorted, slots)
     assignments = reference.row_assignments(slots, token_indices_sorted)
     return reference.scores_to_rows(top_scores, assignments)
 
 
 def _rows_to_scores_cpu(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Tensor:
-    arguments.check_slots("rows_to_scores", slots)
+    arguments.check_rows_to_scores(row_scores, token_indices_sorted, slots)
     return reference.rows_to_scores(row_scores, slots)
 
 

@@ -444,7 +444,7 @@ def permute_with_scores(*given: Any) -> Run:
 
 def scores_to_rows(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Run:
     """A plan for the score of each row's assignment [N]."""
-    arguments.check_slots_of_scores(top_scores, slots)
+    arguments.check_scores_to_rows(top_scores, token_indices_sorted, slots)
     device, dtype, shape = top_scores.device, top_scores.dtype, tuple(token_indices_sorted.shape)
     launch = scores_to_rows_launch(flat(top_scores), token_indices_sorted)
 
@@ -458,7 +458,7 @@ def scores_to_rows(top_scores: Tensor, token_indices_sorted: Tensor, slots: Tens
 
 def rows_to_scores(row_scores: Tensor, token_indices_sorted: Tensor, slots: Tensor) -> Run:
     """A plan for the value of each assignment's row, in the shape of the slots."""
-    arguments.check_slots("rows_to_scores", slots)
+    arguments.check_rows_to_scores(row_scores, token_indices_sorted, slots)
     device, dtype, shape = row_scores.device, row_scores.dtype, tuple(slots.shape)
     launch, stride = rows_to_scores_launch(row_scores, slots.numel()), contiguous_stride(shape)
 

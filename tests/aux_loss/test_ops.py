@@ -437,11 +437,13 @@ def test_a_refused_call_writes_nothing():
 
 
 def test_an_inner_op_leaves_a_workspace_on_the_cpu_alone():
-    """Of any length: the kernels' are refused in ``test_direct``."""
+    """One that is too short is refused there, too."""
     probs, counts = make_probs(5000, 16)
-    scratch = torch.full((16,), 77, dtype=torch.uint8)
-    call = (probs, counts, None, None, None, scratch, 8, 2, 1.0, 5000)
-    loss, _ = torch.ops.moe.aux_loss_forward_in(*call)
+    scratch = torch.full((48,), 77, dtype=torch.uint8)
+    call = lambda own: (probs, counts, None, None, None, own, 8, 2, 1.0, 5000)  # noqa: E731
+    with pytest.raises(ValueError, match="workspace must be at least 48 bytes long, got 32"):
+        torch.ops.moe.aux_loss_forward_in(*call(scratch[:32]))
+    loss, _ = torch.ops.moe.aux_loss_forward_in(*call(scratch))
     assert (scratch == 77).all()
     assert_same_bits(loss, aux_loss(probs, counts, 5000, 8, 2, 1.0))
 

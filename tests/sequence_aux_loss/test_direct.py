@@ -304,3 +304,23 @@ def test_sums_that_the_cuda_implementation_refuses(sums, lengths, error, message
     call = move(kernel_device, probs, counts, None, None, sums, lengths)
     with pytest.raises(error, match=message):
         CUDA(*call, None, 2, 0.1)
+
+
+def test_scales_that_come_back_with_other_strides(launched, kernel_device):
+    """The gradient's kernel reads them one after the other."""
+    probs, counts = make_probs(10, 4)
+    probs, counts = probs.view(2, 5, 4), torch.stack([counts, counts + 1])
+    strided = lambda x: torch.stack([x, x * 0 + 1], -1)  # noqa: E731
+
+    def gradient(device, hooks):
+        own = probs.to(device).requires_grad_()
+        with hooks:
+            loss = sequence_aux_loss(own, counts.to(device), 2, 0.1)
+        return torch.autograd.grad(loss, own)[0]
+
+    with dispatched():
+        expected = gradient("cpu", nullcontext())
+    hooks = torch.autograd.graph.saved_tensors_hooks(strided, lambda x: x[..., 0])
+    actual = gradient(kernel_device, hooks)
+    assert launched[-1] == "_grad_rows_kernel"
+    assert_same_bits(actual.contiguous(), expected.contiguous())
