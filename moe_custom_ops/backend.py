@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 @functools.cache
-def load_kernels(package: str, name: str = "kernels") -> ModuleType:
-    """The module ``name`` of an op's package.
+def load_kernels(package: str) -> ModuleType:
+    """The module of a room's kernels.
 
     Raises:
         NotImplementedError: PyTorch was built for ROCm.
@@ -33,17 +33,12 @@ def load_kernels(package: str, name: str = "kernels") -> ModuleType:
             f"{op}: the CUDA kernels need triton >= 3.6, which cannot be imported; "
             f"install it, or {alternative}"
         ) from error
-    return importlib.import_module(f"{package}.{name}")
+    return importlib.import_module(f"{package}.kernels")
 
 
 def float64_bits(x: float) -> int:
     """A float argument of a kernel arrives as float32; its bits, as an integer, arrive whole."""
     return struct.unpack("<q", struct.pack("<d", x))[0]
-
-
-def float64_of(bits: int) -> float:
-    """The inverse of :func:`float64_bits`."""
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def flat(tensor: Tensor) -> Tensor:

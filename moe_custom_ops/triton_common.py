@@ -3,7 +3,6 @@
 Importing this module needs triton; ops import it at their first CUDA call.
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -12,8 +11,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # The programs that prefetch: those of a first wave.
 PREFETCH_PROGRAMS = tl.constexpr(2048)
-
-TRITON_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.constexpr_function
